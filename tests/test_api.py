@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -24,6 +25,10 @@ def router(library, tmp_path_factory):
 
 def test_api_has_every_name():
     assert [name for name in skilltrain.__all__ if getattr(skilltrain, name) is None] == []
+
+
+def test_dir_lists_public_names():
+    assert dir(skilltrain) == sorted(skilltrain.__all__)
 
 
 def test_unknown_name_is_attribute_error():
@@ -49,6 +54,26 @@ def test_pool_is_read_from_data_frame():
     frame = pandas.DataFrame([SKILL | {"category": float("nan")}])
 
     assert skilltrain.read_pool(frame) == skilltrain.read_pool([SKILL])
+
+
+def test_pool_is_read_from_dataset():
+    datasets = pytest.importorskip("datasets")
+    dataset = datasets.Dataset.from_list([SKILL])
+
+    assert skilltrain.read_pool(dataset) == skilltrain.read_pool([SKILL])
+
+
+def test_pool_keeps_given_skills():
+    skills = skilltrain.read_pool([SKILL | {"name": "b"}, SKILL | {"name": "a"}])[::-1]
+
+    assert skilltrain.read_pool(iter(skills)) == skills
+
+
+def test_pool_refuses_repeated_id():
+    skills = skilltrain.read_pool([SKILL])
+
+    with raises("repeated-id"):
+        skilltrain.read_pool(skills * 2)
 
 
 def test_pool_is_read_from_file(tmp_path):
@@ -138,6 +163,79 @@ def test_route_takes_skills_or_folder(library):
     assert skill.path is None
     path = folder / "documents" / "pdf-merge" / "SKILL.md"
     assert skill_of_folder == replace(skill, path=path)
+
+
+@pytest.mark.parametrize(
+    "rankers",
+    ["lexical", ["lexical"], {"kind": "lexical"}, [{"kind": "lexical"}], "[{kind: lexical}]"],
+)
+def test_router_takes_plain_rankers(rankers):
+    router = skilltrain.Router([SKILL], rankers)
+
+    assert router.route("merge").skills[0].name == "pdf-merge"
+
+
+def test_repr_says_what_router_holds():
+    router = skilltrain.Router([SKILL], ["lexical"])
+
+    assert repr(router) == "Router(1 skills; rankers: lexical; not calibrated)"
+
+
+def test_fit_takes_tables_in_memory(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    queries = pandas.DataFrame({"query": ["Join PDFs"], "skill_ids": [["pdf-merge"]]})
+
+    summary = skilltrain.fit([SKILL], tmp_path, queries, train=False)
+
+    assert summary["num_skills"] == 1
+    (row,) = (tmp_path / "queries.jsonl").read_text().splitlines()
+    assert json.loads(row) == {"query": "Join PDFs", "skill_ids": ["pdf-merge"]}
+
+
+def test_fit_takes_one_query_file(tmp_path):
+    queries = tmp_path / "queries.jsonl"
+    queries.write_text('{"query": "Join PDFs", "skill_ids": ["pdf-merge"]}')
+
+    summary = skilltrain.fit([SKILL], tmp_path / "router", queries, train=False)
+
+    assert summary["num_skills"] == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "arguments"),
+    [
+        ("invalid-setting", "read_pool", [None]),
+        ("invalid-setting", "read_pool", [5]),
+        ("invalid-setting", "read_pool", [[SKILL, None]]),
+        ("invalid-row", "read_pool", [{"title": ["pdf-merge"]}]),
+        ("empty-pool", "Router", [[], "lexical"]),
+        ("unknown-choice", "Router", [[SKILL], "nothing"]),
+        ("invalid-setting", "Router", [[SKILL], None]),
+        ("invalid-setting", "Router", [[SKILL], [5]]),
+        ("invalid-setting", "route", [None, [SKILL], "lexical"]),
+        ("invalid-setting", "route", ["merge", [SKILL], "lexical", 0]),
+        ("invalid-setting", "route", ["merge", [SKILL], "lexical", "3"]),
+        ("invalid-setting", "fit", [5, "out"]),
+        ("invalid-setting", "fit", [[SKILL], None]),
+        ("invalid-setting", "run", [None]),
+        ("invalid-override", "run", [{"stage": "pool"}, 5]),
+        ("invalid-setting", "build_lists", ["pool", None, "out"]),
+        ("invalid-setting", "export_model", [None, "out"]),
+    ],
+)
+def test_wrong_argument_has_code(code, name, arguments, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    function = getattr(skilltrain, name)
+
+    with raises(code):
+        function(*arguments)
+
+
+def test_load_refuses_no_path():
+    wrong_folder: Any = None
+
+    with raises("invalid-setting"):
+        skilltrain.Router.load(wrong_folder)
 
 
 def test_loaded_router_routes(router):

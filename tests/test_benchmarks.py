@@ -209,6 +209,26 @@ def test_beir_metadata_are_labels(beir: Path):
     assert second.labels == labels
 
 
+def test_mteb_qrels_are_json_lines(beir: Path):
+    expected = load_benchmark(beir).tasks
+    lines: list[str] = []
+    for line in (beir / "qrels" / "test.tsv").read_text().splitlines()[1:]:
+        query_id, skill_id, score = line.split("\t")
+        row = {"query-id": query_id, "corpus-id": skill_id, "score": float(score)}
+        lines.append(json.dumps(row))
+    (beir / "qrels" / "test.tsv").unlink()
+    write(beir, {"qrels/test.jsonl": "\n".join(lines)})
+
+    assert load_benchmark(beir).tasks == expected
+
+
+def test_beir_without_qrels_names_folder(beir: Path):
+    (beir / "qrels" / "test.tsv").unlink()
+
+    with raises("missing-table"):
+        load_benchmark(beir)
+
+
 def test_beir_splits_are_files(beir: Path):
     write(beir, {"qrels/train.tsv": f"{QRELS}q3\td1\t1\n"})
 

@@ -111,6 +111,13 @@ def test_gpu_is_default_device():
     assert default_device().type == "cuda"
 
 
+def test_apple_gpu_is_default_device(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: True)
+
+    assert default_device().type == "mps"
+
+
 @pytest.mark.usefixtures("has_gpu")
 @pytest.mark.parametrize(
     ("value", "expected"),

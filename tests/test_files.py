@@ -5,6 +5,7 @@ import gzip
 import json
 import os
 import random
+import sys
 from collections.abc import Callable
 from hashlib import sha256
 from pathlib import Path
@@ -20,6 +21,7 @@ from skilltrain.files import (
     read_json,
     read_jsonl,
     staged_folder,
+    sync,
     write_json,
     write_text,
 )
@@ -263,3 +265,56 @@ def test_fingerprint_of_unreadable_file_is_refused(unreadable_file: Path):
         fingerprint(unreadable_file)
 
     assert failure.value.where == unreadable_file
+
+
+@pytest.fixture
+def limits_of_windows(monkeypatch: pytest.MonkeyPatch):
+    """Refuse what Windows refuses: to open a folder, and to sync a file that is read-only."""
+    fcntl = pytest.importorskip("fcntl")
+    open_file = os.open
+    sync_file = os.fsync
+
+    def refuse_folder(path: str, *arguments: Any, **options: Any) -> int:
+        if Path(path).is_dir():
+            raise PermissionError(path)
+        return open_file(path, *arguments, **options)
+
+    def refuse_read_only(descriptor: int) -> None:
+        mode = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == os.O_RDONLY:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        sync_file(descriptor)
+
+    monkeypatch.setattr(os, "open", refuse_folder)
+    monkeypatch.setattr(os, "fsync", refuse_read_only)
+    monkeypatch.setattr(sys, "platform", "win32")
+
+
+@pytest.mark.usefixtures("limits_of_windows")
+def test_file_is_written_on_windows(tmp_path: Path):
+    write_text(tmp_path / "file", "text")
+
+    assert (tmp_path / "file").read_text() == "text"
+
+
+@pytest.mark.usefixtures("limits_of_windows")
+def test_folder_sync_is_skipped_on_windows(tmp_path: Path):
+    sync(tmp_path)
+
+
+def test_empty_folder_is_removed_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Windows does not rename a folder to the name of an empty one."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    existed: list[bool] = []
+    rename = Path.rename
+
+    def observe(self: Path, target: Path) -> Path:
+        existed.append(target.exists())
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", observe)
+    with staged_folder(folder) as staged:
+        (staged / "file").touch()
+
+    assert existed == [False]

@@ -1,5 +1,7 @@
 """Late interaction: MaxSim, its gradient, its loss in training and the ranker of kind late."""
 
+import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -331,3 +333,16 @@ def test_recipe_of_late_interaction_is_refused(settings, message):
 
     with pytest.raises(ValidationError, match=message):
         TrainEncoder.model_validate(recipe | settings)
+
+
+def test_threads_read_stored_vectors(stored_ranker, monkeypatch):
+    """Windows has no `os.pread`, so threads share the position in the file."""
+    monkeypatch.delattr(os, "pread")
+    read = stored_ranker.stored.rows_of_skill
+    positions = [*range(len(SKILLS))] * 20
+    expected = [read(position).tobytes() for position in positions]
+
+    with ThreadPoolExecutor(8) as threads:
+        rows = [array.tobytes() for array in threads.map(read, positions)]
+
+    assert rows == expected

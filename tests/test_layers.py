@@ -30,7 +30,7 @@ LAYERS = (
     ("stage", "provenance"),
     ("terminal", "distributed"),
     ("config",),
-    ("files", "plugins", "formats"),
+    ("arguments", "files", "plugins", "formats"),
     ("errors", "texts", "version"),
 )
 LEVEL = {}

@@ -36,6 +36,17 @@ def test_scores_by_hand():
     np.testing.assert_allclose(scores, [expected, 0.0], rtol=1e-6)
 
 
+def test_settings_of_ranker_replace_constants():
+    pool = [Skill("a", "cat dog", "", ""), Skill("b", "dog", "", "")]
+    idf = math.log(1 + (2 - 1 + 0.5) / (1 + 0.5))
+    ranker = LexicalConfig(k1=0.9, b=0.4).ranker(pool, {})
+
+    ranking = ranker.rank([Query("q", "cats", "", "", "")], None, 1)["q"]
+
+    expected = idf * 1 / (1 + 0.9 * (1 - 0.4 + 0.4 * 2 / 1.5))
+    assert ranking == [("a", pytest.approx(expected, rel=1e-6))]
+
+
 @pytest.mark.parametrize("query", ["red tree", "pear", "fig plum apple", "nothing"])
 def test_updated_index_equals_new_one(tmp_path, query):
     BM25Index(["red apple tree", "", "green pear", "red red plum", "green pear"]).save(tmp_path)

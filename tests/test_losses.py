@@ -167,6 +167,17 @@ def test_masked_candidates_change_nothing(loss, filler):
 
 
 @EVERY_LOSS
+def test_query_without_valid_candidates_adds_nothing(loss):
+    batch = random_batch(1)
+    expected = loss(replace(batch, valid=batch.valid & (torch.arange(5) > 0)[:, None]))
+    others = [tensor[1:] for tensor in (batch.scores, batch.gains, batch.valid)]
+
+    value = loss(ScoredBatch(*others, batch.teacher_scores[1:]))
+
+    assert value.item() == pytest.approx(expected.item(), rel=1e-12)
+
+
+@EVERY_LOSS
 def test_gradients_equal_finite_differences(loss):
     scored = random_batch(5, queries=3, candidates=6)
     valid = scored.valid & (torch.arange(6) != 4)  # one negative of each list does not count

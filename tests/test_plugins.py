@@ -161,6 +161,11 @@ class LeakyLoss:
         return batch.scores.sum()
 
 
+class FirstLoss:
+    def __call__(self, batch):
+        return (batch.filled(0.0)[:, 0] ** 2).sum()
+
+
 class MeanLoss:
     def __call__(self, batch):
         return batch.filled(0.0).mean()
@@ -183,6 +188,7 @@ def always_one(ranking, relevance, k):
 
 BROKEN: list[tuple[Callable[[], None], str]] = [
     (lambda: check_loss(LeakyLoss()), "an invalid candidate has a gradient"),
+    (lambda: check_loss(FirstLoss()), "depends on the order of the candidates"),
     (lambda: check_loss(MeanLoss()), "not the sum of its queries' losses"),
     (lambda: check_ranker(BrokenRanker(("x", 1)), QUERIES, SKILLS), "not in the pool"),
     (lambda: check_ranker(BrokenRanker(("s0", 1), ("s0", 0)), QUERIES, SKILLS), "ranked twice"),

@@ -10,7 +10,7 @@ import pytest
 
 import skilltrain
 from skilltrain.config import validate
-from skilltrain.data.pool.read import merge_sources, read_pool, skills_of_rows
+from skilltrain.data.pool.read import merge_sources, read_pool
 from skilltrain.data.pool.skill_file import parse_skill_file, skill_text
 from skilltrain.records import SKILL_FACTS, Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -92,7 +92,7 @@ def test_rows_give_facts(tmp_path, kind):
 def test_row_goes_before_its_skill_md():
     text = "---\nname: n\nauthor: Bob\nstars: 3\n---\nBody."
 
-    (skill,) = skills_of_rows([{"name": "n", "skill_md": text, "author": "Ada"}])
+    (skill,) = read_pool([{"name": "n", "skill_md": text, "author": "Ada"}])
 
     assert (skill.author, skill.stars) == ("Ada", 3)
 
@@ -124,13 +124,13 @@ def test_row_goes_before_its_skill_md():
     ],
 )
 def test_bad_fact_is_null(name, value):
-    (skill,) = skills_of_rows([ROW | {name: value}])
+    (skill,) = read_pool([ROW | {name: value}])
 
     assert facts(skill) == dict.fromkeys(SKILL_FACTS)
 
 
 def test_facts_are_cleaned_lines():
-    (skill,) = skills_of_rows([ROW | {"author": "Ada\x00\n \ud800Lovelace", "files": ["a\x00.py"]}])
+    (skill,) = read_pool([ROW | {"author": "Ada\x00\n \ud800Lovelace", "files": ["a\x00.py"]}])
 
     assert skill.author == "Ada Lovelace"
     assert skill.files == ("a.py",)

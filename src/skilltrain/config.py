@@ -240,7 +240,7 @@ def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict
     """
     result = copy.deepcopy(dict(values))
     for override in overrides:
-        key, equals, text = override.partition("=")
+        key, equals, text = str(override).partition("=")
         has_empty_part = not all(key.split("."))
         if not equals or has_empty_part:
             raise SkilltrainError(

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -46,9 +47,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary = Path(name)
         yield temporary
 
-        # Store the content on disk before the file gets its name.
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
+        sync(temporary)  # before the file gets its name
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
@@ -91,6 +90,20 @@ def locked(folder: Path) -> Iterator[None]:
     finally:
         lock_file.unlink(missing_ok=True)
         lock.release()
+
+
+def sync(path: Path) -> None:
+    """Make sure that the content of a file or a folder is on the disk.
+
+    Windows cannot do this for a folder, and nothing happens.
+    """
+    if path.is_file():
+        with path.open("rb+") as file:  # Windows needs a file that is open for writing
+            os.fsync(file.fileno())
+    elif sys.platform != "win32":
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def staging_path(folder: Path) -> Path:
@@ -144,6 +157,8 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
             yield staged
+            if is_empty_folder:
+                folder.rmdir()  # Windows does not replace a folder
             staged.rename(folder)
         except BaseException:
             shutil.rmtree(staged, ignore_errors=True)
@@ -353,7 +368,7 @@ def fingerprint(path: Path) -> str:
     digest = hashlib.sha256()
     for file in files:
         # A name may hold bytes that are not UTF-8. Python represents them as surrogates.
-        name = file.name if is_file else str(file.relative_to(path))
+        name = file.name if is_file else file.relative_to(path).as_posix()
         digest.update(name.encode("utf-8", "surrogateescape"))
         try:
             with file.open("rb") as source:

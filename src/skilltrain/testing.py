@@ -7,6 +7,7 @@ Example:
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -25,7 +26,7 @@ def check_loss(loss: Loss) -> None:
     """Check a loss that reads scores, gains and teacher scores.
 
     Its gradient must be finite, and zero for invalid candidates. The loss of a batch must be the
-    sum of the losses of its queries.
+    sum of the losses of its queries, and the same for every order of the candidates.
     """
     # Make a batch of 3 queries with 5 candidates each.
     generator = torch.Generator().manual_seed(0)
@@ -35,8 +36,8 @@ def check_loss(loss: Loss) -> None:
     valid = torch.arange(5) < num_valid  # [query, candidate]
     teacher_scores = torch.randn(3, 5, generator=generator)
 
-    def loss_of(rows: slice) -> Tensor:
-        return loss(ScoredBatch(scores[rows], gains[rows], valid[rows], teacher_scores[rows]))
+    def loss_of(cells: Any) -> Tensor:
+        return loss(ScoredBatch(scores[cells], gains[cells], valid[cells], teacher_scores[cells]))
 
     total = loss_of(slice(3))
     (gradient,) = torch.autograd.grad(total, scores)
@@ -47,6 +48,8 @@ def check_loss(loss: Loss) -> None:
     assert torch.isclose(total, query_losses.sum()), (
         "the loss is not the sum of its queries' losses"
     )
+    reordered = loss_of((slice(3), [4, 2, 0, 3, 1]))  # all queries, other order of candidates
+    assert torch.isclose(total, reordered), "the loss depends on the order of the candidates"
 
 
 def check_ranker(

@@ -193,13 +193,12 @@ def open_routing(
     Raises:
         SkilltrainError: Both a router and a pool are given, or neither.
     """
-    from skilltrain.api import open_router
     from skilltrain.serving.router import Router
 
     if router is not None and pool is None:
         return Router.load(router, allow_server or ())
     if router is None and pool is not None:
-        return open_router(pool, rankers)
+        return Router(pool, rankers)
     raise SkilltrainError("conflicting-settings", "give either --router or --pool", where=where)
 
 

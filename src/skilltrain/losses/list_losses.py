@@ -3,7 +3,7 @@
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from pydantic import Field
 from torch import Tensor
 
@@ -151,8 +151,8 @@ class ListNet(Loss):
         if self.target_temperature is None:
             target = gain_shares(batch, batch.gains > 0)
         else:
-            logits = batch.gains.to(batch.scores) / self.target_temperature
-            target = torch.softmax(logits.masked_fill(~batch.valid, -torch.inf), 1)
+            gains = batch.gains.to(batch.scores)
+            target = _softmax(gains / self.target_temperature, batch.valid)
         return -(target * _log_softmax(batch, self.temperature)).sum()
 
 
@@ -182,10 +182,16 @@ class KL(Loss):
         return Needs(teacher_scores=True)
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        # `teacher_scores` are 0 for invalid candidates, which must have probability 0.
-        scores = batch.teacher_scores.masked_fill(~batch.valid, -torch.inf)
-        target = torch.softmax(scores / self.teacher_temperature, 1)
+        target = _softmax(batch.teacher_scores / self.teacher_temperature, batch.valid)
         return (torch.xlogy(target, target) - target * _log_softmax(batch, self.temperature)).sum()
+
+
+def _softmax(
+    logits: Float[Tensor, "query candidate"], valid: Bool[Tensor, "query candidate"]
+) -> Float[Tensor, "query candidate"]:
+    """Return the softmax over the valid candidates of each query, and 0 for the others."""
+    shares = torch.softmax(logits.masked_fill(~valid, -torch.inf), 1)
+    return shares.masked_fill(~valid, 0.0)  # NaN for a query without valid candidates
 
 
 def _log_softmax(batch: ScoredBatch, temperature: float) -> Float[Tensor, "query candidate"]:

@@ -75,6 +75,10 @@ class ScoredBatch:
     A loss returns the sum over queries. The trainer divides it by the number of queries in the
     step, so that a query has the same weight for any number of ranks and any accumulation.
 
+    In the training of an encoder, the candidates are the skills of the step, of all ranks. Their
+    order depends on the number of ranks, so a loss must not depend on it. Of equal scores or gains,
+    for example, none may count as the first. A reranker has only the candidates of each list.
+
     Attributes:
         scores: Scores of the model. No gradient goes through those of invalid candidates.
         gains: Relevance of each candidate, from its label. The trainer subtracts the gain of an

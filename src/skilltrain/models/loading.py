@@ -114,7 +114,7 @@ def model_fingerprint(source: str) -> str:
     for file in sorted(folder.rglob("*")):
         if file.suffix not in _MODEL_SUFFIXES:
             continue
-        name = str(file.relative_to(folder))
+        name = file.relative_to(folder).as_posix()
         # Leave out the files of a training run in the same folder.
         if name != _RUN_FILE and not name.startswith("checkpoints"):
             digest.update(f"{name} {fingerprint(file)}".encode())
@@ -604,8 +604,13 @@ def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def default_device() -> torch.device:
-    """Return the GPU if there is one, unless accelerate's launcher chose the CPU (cpu.yaml)."""
+    """Return the GPU if there is one, unless accelerate's launcher chose the CPU (cpu.yaml).
+
+    A GPU is one of NVIDIA (`cuda`) or of Apple (`mps`).
+    """
     uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower()
     if uses_cpu in ("1", "y", "yes", "t", "true", "on"):
         return torch.device("cpu")
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if torch.cuda.is_available():
+        return torch.device("cuda")
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")

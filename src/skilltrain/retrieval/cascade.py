@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from pydantic import Field, model_validator
 
-from skilltrain.config import Config
+from skilltrain.arguments import plain_settings, wrong_argument
+from skilltrain.config import Config, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_ranker, with_keeps
@@ -34,6 +35,29 @@ class SystemConfig(Config):
                     f"{ranker.kind} only orders those of another"
                 )
         return self
+
+
+def system_of(rankers: Any) -> SystemConfig:
+    """Return rankers of the Python API as a system.
+
+    Args:
+        rankers: A ranker, a list of rankers, their YAML, or a system. A ranker is a dict of its
+            settings, or only its kind, such as `lexical`.
+
+    Raises:
+        SkilltrainError: A ranker is unknown, or has wrong settings.
+    """
+    if isinstance(rankers, SystemConfig):
+        return rankers
+    if isinstance(rankers, str):
+        rankers = parse_yaml(rankers, "rankers")
+    items = rankers if isinstance(rankers, list | tuple) else [rankers]
+    configs: list[Any] = []
+    for item in items:
+        if not isinstance(item, str | Mapping | RankerConfig):
+            raise wrong_argument("rankers", "a list of rankers, each a dict or a name", item)
+        configs.append({"kind": item} if isinstance(item, str) else plain_settings(item))
+    return validate(SystemConfig, {"name": "route", "rankers": configs}, "rankers")
 
 
 @dataclass(frozen=True)

@@ -3,10 +3,11 @@
 import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
+from threading import Lock
 from typing import Any, BinaryIO, Literal
 
 import numpy as np
@@ -36,11 +37,13 @@ class TokenVectors:
         file: One row per token: a scale and 8-bit values.
         starts: First row of each skill, and the number of rows.
         row_dtype: Type of a row.
+        lock: Held while the file is read.
     """
 
     file: BinaryIO
     starts: Int64[np.ndarray, " skill_and_end"]
     row_dtype: np.dtype[Any]
+    lock: Lock = field(default_factory=Lock)
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
@@ -62,7 +65,9 @@ class TokenVectors:
         """Read the rows of a skill's tokens."""
         start, end = self.starts[position : position + 2].tolist()
         size = self.row_dtype.itemsize
-        content = os.pread(self.file.fileno(), (end - start) * size, start * size)
+        with self.lock:  # threads share the position in the file
+            self.file.seek(start * size)
+            content = self.file.read((end - start) * size)
         # Raises ValueError if the file was cut.
         return np.frombuffer(content, self.row_dtype, end - start)
 

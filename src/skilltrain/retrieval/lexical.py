@@ -115,8 +115,20 @@ class BM25Index:
 
     _ARRAYS = ("keys", "counts", "weights", "texts", "starts")
 
-    def __init__(self, texts: Sequence[str], previous: "BM25Index | None" = None) -> None:
+    def __init__(
+        self,
+        texts: Sequence[str],
+        previous: "BM25Index | None" = None,
+        k1: float = K1,
+        b: float = B,
+    ) -> None:
         """Index `texts`. Counts of texts that are in the `previous` index are copied.
+
+        Args:
+            texts: Texts to search.
+            previous: Another index, if there is one. Its k1 and b do not matter.
+            k1: BM25's k1. With a low value, repetitions of a term soon add no more.
+            b: BM25's b: 0 ignores the length of a text, 1 normalises by it fully.
 
         Raises:
             SkilltrainError: The texts have no term.
@@ -140,7 +152,7 @@ class BM25Index:
         self.starts = by_term.indptr.astype(np.int64)
 
         # The parts of the BM25 formula.
-        saturation = K1 * (1 - B + B * lengths / lengths.mean())  # [text]
+        saturation = k1 * (1 - b + b * lengths / lengths.mean())  # [text]
         frequencies = self.counts / (self.counts + saturation[text_positions])  # [posting]
         num_texts_with_term = np.diff(self.starts)  # [term]
         idf = _idf(len(texts), num_texts_with_term)  # [term]
@@ -287,6 +299,12 @@ class LexicalConfig(RankerConfig):
 
     kind: Literal["lexical"] = "lexical"
     fields: SkillFields = Field(default="full", description=f"what BM25 sees; {SEEN}")
+    k1: float = Field(
+        default=K1, ge=0, description="BM25's k1: how much repetitions of a word add to the score"
+    )
+    b: float = Field(
+        default=B, ge=0, le=1, description="BM25's b: 0 ignores the skill's length, 1 divides by it"
+    )
     keep: Keep = None
     stored_part = BM25Index
 
@@ -309,7 +327,8 @@ class LexicalConfig(RankerConfig):
 
     def index(self, skills: Sequence[Skill], previous: BM25Index | None = None) -> BM25Index:
         """Return the index over `skills`. Counts of texts in the `previous` index are copied."""
-        return BM25Index([bm25_text(skill, self.fields) for skill in skills], previous)
+        texts = [bm25_text(skill, self.fields) for skill in skills]
+        return BM25Index(texts, previous, self.k1, self.b)
 
 
 def _idf(

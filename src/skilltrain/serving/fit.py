@@ -341,7 +341,7 @@ def list_steps(
             "stage": "lists",
             **inputs,
             "rankings": str(out / "filtered"),
-            "quotas": dict(quotas),
+            "quotas": quotas,
             "seed": seed,
         },
     }

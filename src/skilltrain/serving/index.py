@@ -425,7 +425,7 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
     path = path.resolve()
     root = router.resolve()
     if path.is_relative_to(root):
-        return f"./{path.relative_to(root)}"
+        return f"./{path.relative_to(root).as_posix()}"
 
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
     key = f"{_LOCAL}{path.name}-{digest}"

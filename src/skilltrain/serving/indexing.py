@@ -325,7 +325,7 @@ def _write_generation(
         files: dict[str, int] = {}
         digests: dict[str, str] = {}
         for file in staged.rglob("*.*"):  # only files have a dot in their names
-            name = str(file.relative_to(staged))
+            name = file.relative_to(staged).as_posix()
             files[name] = file.stat().st_size
             if files[name] <= MAX_HASHED_BYTES:
                 digests[name] = fingerprint(file)

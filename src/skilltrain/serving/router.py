@@ -12,11 +12,12 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.data.pool.read import find_skill_file, skill_folders
+from skilltrain.arguments import path_of, wrong_argument
+from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
-from skilltrain.retrieval.cascade import SystemConfig
+from skilltrain.retrieval.cascade import system_of
 from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
@@ -134,24 +135,29 @@ class Router:
 
     _allow_servers: Collection[str] = ()
 
-    def __init__(
-        self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None
-    ) -> None:
-        """Open rankers over skills.
+    def __init__(self, skills: Any, rankers: Any) -> None:
+        """Open rankers over skills. An index opens faster, with `Router.load`.
 
         Args:
-            skills: Skills of the pool.
-            system: Rankers.
-            pool: Folder with the skills' files, if there is one.
+            skills: Folder, file, table or list of skills, as in `read_pool`.
+            rankers: Rankers as in a recipe: a list of dicts, their YAML, or only the kind of a
+                ranker, such as `lexical`.
 
         Raises:
-            SkilltrainError: There is no skill, or a model is missing.
+            SkilltrainError: There is no skill, a ranker is wrong, or a model is missing.
+
+        >>> Router([{"name": "pdf-merge", "body": "Join PDF files."}], "lexical")
+        Router(1 skills; rankers: lexical; not calibrated)
         """
-        if not skills:
-            raise SkilltrainError("empty-pool", "the pool is empty")
-        folders = skill_folders(pool) if pool else []
-        skills_by_id = {skill.skill_id: skill for skill in skills}
-        self._current = _open(RouterState(system, skills_by_id, folders), {})
+        folders = skill_folders(Path(skills)) if isinstance(skills, Path | str) else []
+        skills_by_id = {skill.skill_id: skill for skill in read_pool(skills)}
+        self._current = _open(RouterState(system_of(rankers), skills_by_id, folders), {})
+
+    def __repr__(self) -> str:
+        pool = self._current
+        rankers = ", ".join(pool.labels.values())
+        calibration = "calibrated" if pool.calibrator else "not calibrated"
+        return f"Router({len(self.skills)} skills; rankers: {rankers}; {calibration})"
 
     @classmethod
     def load(cls, folder: Path | str, allow_servers: Collection[str] = ()) -> "Router":
@@ -165,7 +171,7 @@ class Router:
             SkilltrainError: There is no router, its files are incomplete or damaged, a model has
                 changed, or its rankers name another server.
         """
-        index = Index.open(Path(folder))
+        index = Index.open(path_of(folder, "folder"))
         check_servers(index.system, allow_servers, index.folder.parent)
         router = cls.__new__(cls)
         router._allow_servers = allow_servers
@@ -200,8 +206,10 @@ class Router:
             k: Number of skills.
 
         Raises:
-            SkilltrainError: The task has no visible character.
+            SkilltrainError: The task has no visible character, or `k` is below 1.
         """
+        if not isinstance(k, int) or k < 1:
+            raise wrong_argument("k", "a whole number of at least 1", k)
         pool = self._current  # another thread may replace it
         calibrator = pool.calibrator
         query = _query(task)
@@ -223,11 +231,11 @@ class Router:
         """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
         return self._current.trace(_query(task), _MIN_DEPTH, without)
 
-    def update(self, skills: Sequence[Skill] | Contents) -> dict[str, int]:
+    def update(self, skills: Any) -> dict[str, int]:
         """Replace the skills of this router and of its folder. Only new texts are encoded.
 
         Args:
-            skills: All skills, or `Contents` made from `self.index`.
+            skills: All skills, as in `read_pool`, or `Contents` made from `self.index`.
 
         Returns:
             Counts of all, new, changed and gone skills.
@@ -246,7 +254,7 @@ class Router:
             fix = "make one with skilltrain index"
             raise SkilltrainError("no-router", "this router is in no folder", fix=fix)
 
-        contents = skills if isinstance(skills, Contents) else index.contents(skills)
+        contents = skills if isinstance(skills, Contents) else index.contents(read_pool(skills))
         router_folder = index.folder.parent
         counts = write_index(router_folder, index.system, contents, current.models, previous=index)
         self.refresh()
@@ -328,6 +336,9 @@ def _remember_vectors(ranker: Any) -> Ranker:
 
 
 def _query(task: str) -> Query:
+    """Return a task as a query. Only its first characters are read."""
+    if not isinstance(task, str):
+        raise wrong_argument("task", "a text", task)
     text = clean_text(task[:_MAX_CHARS])
     if not any(letter.isprintable() and not letter.isspace() for letter in text):
         raise SkilltrainError("empty-text", "the request is empty")

@@ -25,7 +25,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import read_json, write_json
+from skilltrain.files import read_json, sync, write_json
 from skilltrain.formats import CHECKPOINT
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.training.engine import launch_of, shards_weights
@@ -136,9 +136,9 @@ def save_checkpoint(
         for path in partial.rglob("*"):
             if path.is_file():
                 path.chmod(0o644)  # safetensors lets only the owner read its file
-            _sync(path)
+            sync(path)
         partial.rename(final)
-        _sync(folder)
+        sync(folder)
 
         best = best_checkpoint(folder)
         for old in checkpoints(folder)[:-keep]:
@@ -305,13 +305,6 @@ def _read_state(checkpoint: Path) -> _State:
         fault = f"is of step {state.position.step}, which is not that of its folder"
         raise SkilltrainError("damaged-checkpoint", fault, where=file, fix=_DAMAGED_FIX)
     return state
-
-
-def _sync(path: Path) -> None:
-    """Make sure that a file or a folder is on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
 
 
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:

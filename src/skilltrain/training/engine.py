@@ -40,13 +40,14 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
         SkilltrainError: This combination cannot work. Nothing has been loaded yet.
     """
     # Set up the device.
-    on_cpu = default_device().type == "cpu"
+    device_type = default_device().type
+    on_cpu = device_type == "cpu"
     deepspeed = _is_requested("DEEPSPEED")
     _check_backends(deepspeed)
     if on_cpu:
         # Without this setting, DeepSpeed prints that it had to look for a GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    else:
+    elif device_type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32
         if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(os.environ):
             # Expandable segments keep texts of unequal lengths from fragmenting the memory.

@@ -11,6 +11,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skilltrain.arguments import rows_of, wrong_argument
 from skilltrain.data.pool.skill_file import (
     BODY_COLUMNS,
     COLUMNS,
@@ -43,20 +44,32 @@ SkillsOrDropped = Iterator[Skill | Dropped]
 """Skills of a source, and a row of DROPPED for everything in it that is no skill."""
 
 
-def read_pool(path: Path | str) -> list[Skill]:
-    """Read the skills of a SKILLS table, or of any source of the stage `pool`.
+def read_pool(source: Any) -> list[Skill]:
+    """Read skills, and check that their ids are unique.
 
-    Exact copies of a skill, and files and rows that are no skill, are left out. A message says how
-    many they are, and why. Different skills with the same name and body are all kept.
+    Exact copies of a skill, and files and rows of a file that are no skill, are left out. A message
+    says how many they are, and why. Different skills with the same name and body are all kept.
+
+    Args:
+        source: A folder of SKILL.md files, the folder or file of a SKILLS table, another source of
+            the stage `pool`, a DataFrame, a `datasets.Dataset`, rows, or skills. A row is a dict
+            with `name` and `body`. It may also have `skill_id`, `description`, `category`, `lang`,
+            `source` and `license`.
 
     Raises:
-        SkilltrainError: There is no skill.
+        SkilltrainError: There is no skill, or a row of a table in memory is no skill.
+
+    >>> row = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
+    >>> read_pool([row])[0].skill_id
+    'pdf-merge'
     """
-    file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
+    if not isinstance(source, Path | str):
+        return _skills_of_rows(rows_of(source, "skills"))
+    file = table_path(Path(source), SKILLS)  # `source` itself, if it is a file
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
         return read_skills(file)
 
-    sources, dropped = read_sources([path])
+    sources, dropped = read_sources([source])
     # Skills with the same name and body stay. `duplicates` are only the exact copies of a skill.
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
@@ -66,8 +79,8 @@ def read_pool(path: Path | str) -> list[Skill]:
         num_dropped = sum(num_by_filter.values())
         reasons = ", ".join(f"{name} {count}" for name, count in num_by_filter.items())
         say(
-            f"{path}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
-            f"`skilltrain pool sources={path}` lists them"
+            f"{source}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
+            f"`skilltrain pool sources={source}` lists them"
         )
     return skills
 
@@ -114,25 +127,36 @@ def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
     return None
 
 
-def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
-    """Convert rows of a table to skills with unique ids.
+def _skills_of_rows(rows: list[Any]) -> list[Skill]:
+    """Convert rows of a table to skills with unique ids. Skills are returned as they are.
 
-    A repeated id is renamed to ID~2, ID~3 and so on. Skills with the same name and body are kept.
+    A repeated id of a row is renamed to ID~2, ID~3 and so on. Skills with the same name and body
+    are kept.
 
     Args:
-        rows: Value by column of each row.
+        rows: Rows, as values by column, or skills.
 
     Raises:
-        SkilltrainError: A row is no skill, or there is none.
+        SkilltrainError: A row is no skill, there is none, or two skills have the same id.
     """
+    if not rows:
+        raise SkilltrainError("empty-pool", "the pool is empty")
+    if all(isinstance(row, Skill) for row in rows):
+        if len({skill.skill_id for skill in rows}) < len(rows):
+            raise SkilltrainError("repeated-id", "two skills have the same id", where="skills")
+        return rows
+
     skills: list[Skill] = []
     for number, row in enumerate(rows):
-        skill = skill_from_row(row, where=f"row {number}", source="")
+        where = f"row {number}"
+        if not isinstance(row, Mapping):
+            raise wrong_argument(f"skills, {where}", "a dict of columns", row)
+        skill = skill_from_row(row, where, source="")
         if isinstance(skill, Dropped):
-            raise SkilltrainError("invalid-row", skill.reason, where="pool")
+            columns = ", ".join(map(str, row))
+            fix = f"a skill has a name, and a body or a description; this row has {columns}"
+            raise SkilltrainError("invalid-row", skill.reason, where="skills", fix=fix)
         skills.append(_with_language(skill))
-    if not skills:
-        raise SkilltrainError("empty-pool", "there is no skill", where="pool")
     (merged,), _ = merge_sources([skills], drop_duplicates=False)
     return merged
 

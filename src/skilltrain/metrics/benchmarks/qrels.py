@@ -4,7 +4,8 @@ A skill with a score above 0 is gold, and the score is its gain. A score of 0 or
 relevant, as in trec_eval. Queries without a row are not scored.
 
 - BEIR: corpus.jsonl (title as name, text as body), queries.jsonl and qrels/{split}.tsv with its
-  header. Without corpus.jsonl, the ids are those of the pool to evaluate on.
+  header, or qrels/{split}.jsonl as in MTEB. Without corpus.jsonl, the ids are those of the pool to
+  evaluate on.
 - SkillRet's folder `data`: skills, queries and qrels, each with one file per split. Every split has
   its own pool. The published protocol is split=test.
 """
@@ -105,8 +106,9 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
     corpus = folder / "corpus.jsonl"
     documents = rows_by_id("skill", read_rows(_Document, corpus)) if corpus.exists() else {}
     tasks: list[Task] = []
-    for file in _split_files(folder / "qrels", ".tsv", split):
-        tasks += _tasks(file, _tsv_rows(file), queries, name_of(folder))
+    for file in _split_files(folder / "qrels", split):
+        rows = _tsv_rows(file) if file.suffix == ".tsv" else read_rows(_Qrel, file)
+        tasks += _tasks(file, rows, queries, name_of(folder))
     pool = [
         Skill(row.row_id, row.title or "", description="", body=row.text)
         for row in documents.values()
@@ -123,7 +125,7 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
     """
     tasks: list[Task] = []
     pool: dict[str, Skill] = {}
-    for file in _split_files(folder / "qrels", ".jsonl", split):
+    for file in _split_files(folder / "qrels", split):
         skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills" / file.name))
         queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries" / file.name))
         tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
@@ -133,9 +135,15 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
     return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
 
 
-def _split_files(folder: Path, suffix: str, split: str | None) -> list[Path]:
+def _split_files(folder: Path, split: str | None) -> list[Path]:
     """Return the file of a split in `folder`, or the files of all splits if it is None."""
-    files = {file.stem: file for file in sorted(folder.glob(f"*{suffix}"))}
+    files: dict[str, Path] = {}
+    for file in sorted(folder.glob("*")):
+        if file.suffix in (".tsv", ".jsonl"):
+            files[file.stem] = file
+    if not files:
+        problem = "holds no judgements: no .tsv or .jsonl file"
+        raise SkilltrainError("missing-table", problem, where=folder)
     if split is None:
         return [*files.values()]
     if split not in files:
@@ -190,7 +198,9 @@ def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
             yield where, parse_row(_Qrel, values, where)
 
 
-BEIR = BenchmarkReader("queries.jsonl", "queries.jsonl and qrels/*.tsv (BEIR)", read_beir)
+BEIR = BenchmarkReader(
+    "queries.jsonl", "queries.jsonl and qrels/*.tsv or .jsonl (BEIR, MTEB)", read_beir
+)
 SKILLRET = BenchmarkReader(
     "queries", "queries/, skills/ and qrels/*.jsonl (SkillRet's data)", read_skillret
 )

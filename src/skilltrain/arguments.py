@@ -1,0 +1,69 @@
+"""Arguments of the Python API. They may be plain values, paths or tables of other packages."""
+
+import json
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from skilltrain.errors import SkilltrainError
+
+
+def path_of(value: Any, name: str) -> Path:
+    """Return an argument as a path.
+
+    Args:
+        value: The argument.
+        name: Name of the argument, for the error.
+
+    Raises:
+        SkilltrainError: The argument is no path.
+    """
+    try:
+        return Path(value)
+    except TypeError:
+        raise wrong_argument(name, "a path", value) from None
+
+
+def rows_of(source: Any, name: str) -> list[Any]:
+    """Return the rows of a table. The rows themselves are not checked.
+
+    Args:
+        source: A DataFrame of pandas, a `datasets.Dataset`, another iterable of rows, or a dict,
+            which is a single row. Missing values of a DataFrame are left out.
+        name: Name of the argument, for the error.
+
+    Raises:
+        SkilltrainError: The argument is no table.
+    """
+    if isinstance(source, Mapping):
+        return [source]
+    if isinstance(source, str | bytes) or not isinstance(source, Iterable):
+        raise wrong_argument(name, "a table, or a list of rows", source)
+
+    # pandas is optional. Whoever has a DataFrame has imported it already.
+    pandas = sys.modules.get("pandas")
+    if pandas is None or not isinstance(source, pandas.DataFrame):
+        return list(source)
+    frame: Any = source
+    content = frame.to_json(orient="records", date_format="iso")
+    rows: list[Any] = []
+    for row in json.loads(content):
+        rows.append({column: value for column, value in row.items() if value is not None})
+    return rows
+
+
+def wrong_argument(name: str, expected: str, value: Any) -> SkilltrainError:
+    """Return the error for an argument that is not what is expected."""
+    return SkilltrainError(
+        "invalid-setting", f"must be {expected}, found {value!r:.60}", where=name
+    )
+
+
+def plain_settings(value: Any) -> Any:
+    """Return nested settings with plain types, as a recipe file holds them. Paths become texts."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_settings(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_settings(item) for item in value]
+    return str(value) if isinstance(value, Path) else value
