@@ -47,7 +47,7 @@ def read_pool(path: Path | str) -> list[Skill]:
     """Read the skills of a SKILLS table, or of any source of the stage `pool`.
 
     Exact copies of a skill, and files and rows that are no skill, are left out. A message says how
-    many they are, and why. Different skills with the same name and body are all kept.
+    many they are, and why. Equal skills with different ids are all kept.
 
     Raises:
         SkilltrainError: There is no skill.
@@ -57,7 +57,7 @@ def read_pool(path: Path | str) -> list[Skill]:
         return read_skills(file)
 
     sources, dropped = read_sources([path])
-    # Skills with the same name and body stay. `duplicates` are only the exact copies of a skill.
+    # Equal skills with different ids stay. `duplicates` are only the exact copies of a skill.
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
     # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
@@ -117,7 +117,7 @@ def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids.
 
-    A repeated id is renamed to ID~2, ID~3 and so on. Skills with the same name and body are kept.
+    A repeated id is renamed to ID~2, ID~3 and so on. Equal skills with different ids are kept.
 
     Args:
         rows: Value by column of each row.
@@ -204,14 +204,14 @@ def merge_sources(
 
     Args:
         sources: Skills of each source.
-        drop_duplicates: True: drop a skill if its name and body are those of an earlier skill.
-            False: drop it only if its id and description are the same too.
+        drop_duplicates: True: drop a skill if its name, description and body are those of an
+            earlier skill. False: drop it only if its id is the same too.
 
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
     """
     first_id_by_content: dict[bytes, str] = {}
-    identities: set[tuple[str, str, bytes]] = set()  # (id, description, content)
+    identities: set[tuple[str, bytes]] = set()  # (id, content)
     original_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
     last_number_by_id: dict[str, int] = {}  # the number after `~` in the last new id
     unique_ids: set[str] = set()  # ids of the merged skills
@@ -221,10 +221,10 @@ def merge_sources(
         merged.append([])
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
             content = _content_digest(skill)
-            identity = (skill.skill_id, skill.description, content)
+            identity = (skill.skill_id, content)
             first_id = first_id_by_content.get(content)
             if first_id is not None and (drop_duplicates or identity in identities):
-                reason = f"has the same name and body as {first_id}"
+                reason = f"has the same name, description and body as {first_id}"
                 dropped.append(Dropped("", skill.skill_id, "duplicate", reason, other_id=first_id))
                 continue
             identities.add(identity)
@@ -244,12 +244,9 @@ def merge_sources(
 
 
 def _content_digest(skill: Skill) -> bytes:
-    """Hash the name and the body of a skill to 16 bytes. Case and white space do not count.
-
-    For a tool, which has no body, the description is hashed.
-    """
-    text = f"{one_line(skill.name)}\x00{one_line(skill.body or skill.description)}"
-    return hashlib.blake2b(text.casefold().encode(), digest_size=16).digest()
+    """Hash the texts of a skill to 16 bytes. Case and white space do not count."""
+    texts = "\x00".join(map(one_line, (skill.name, skill.description, skill.body)))
+    return hashlib.blake2b(texts.casefold().encode(), digest_size=16).digest()
 
 
 def read_source(source: Path | str) -> SkillsOrDropped:
@@ -394,8 +391,8 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     if text is None:
         return Dropped("", skill_id, "not_text", f"{name} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
-    if not skill.body:
-        return Dropped("", skill_id, "empty_body", "the skill has no body")
+    if not (skill.body or skill.description):
+        return Dropped("", skill_id, "empty_body", "the skill has neither description nor body")
 
     # os.path, because Path.is_file raises in a folder that may not be entered.
     files = (

@@ -47,7 +47,7 @@ class Pool(Stage):
         "hf:NAME[:split]",
     )
     drop_duplicates: bool = Field(
-        default=True, description="keep one of the skills with the same name and body"
+        default=True, description="keep one of the skills with the same name, description and body"
     )
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
         default="keep",
