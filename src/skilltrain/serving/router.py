@@ -70,10 +70,10 @@ class _OpenPool:
         def observe(run: RankerRun) -> None:
             """Record the ranking of a ranker. If it fuses rankers (`legs`), record one of each."""
             for config, rankings in zip(run.config.legs, run.by_leg, strict=True):
+                matches = [pair for pair in rankings[query.query_id] if config.is_match(pair[1])]
                 # Keep only the first ranking of each ranker, that of the pool. A ranker may run
                 # again later, on a few candidates.
-                label = self.labels[config.key]
-                ranking_by_label.setdefault(label, rankings[query.query_id])
+                ranking_by_label.setdefault(self.labels[config.key], matches)
 
         # `skills` is empty: it is only needed to open rankers, and these are open.
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
