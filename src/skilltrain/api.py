@@ -171,7 +171,7 @@ def open_router(pool: "Skills", rankers: Sequence[Mapping[str, Any]] | str) -> "
 
     values = parse_yaml(rankers, "rankers") if isinstance(rankers, str) else _plain([*rankers])
     system = validate(SystemConfig, {"name": "route", "rankers": values}, "rankers")
-    return Router(read_pool(pool), system, Path(pool) if isinstance(pool, Path | str) else None)
+    return Router(read_pool(pool), system)
 
 
 def route(

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.data.pool.read import find_skill_file, skill_folders
+from skilltrain.data.pool.read import find_skill_file
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
@@ -115,13 +115,14 @@ class _OpenPool:
         """Return the skill at a rank of the final ranking, with its explanation and flags."""
         skill_id, score = trace.ranking[rank - 1]
         skill = self.state.skills[skill_id]
-        path = find_skill_file(self.state.folders, skill_id)
+        path = find_skill_file(skill)
         return RoutedSkill(
             rank,
             skill_id,
             skill.name,
             skill.description,
             path,
+            path.parent if path else None,
             score,
             probability,
             self.explain(query, trace, skill),
@@ -134,24 +135,20 @@ class Router:
 
     _allow_servers: Collection[str] = ()
 
-    def __init__(
-        self, skills: Sequence[Skill], system: SystemConfig, pool: Path | None = None
-    ) -> None:
+    def __init__(self, skills: Sequence[Skill], system: SystemConfig) -> None:
         """Open rankers over skills.
 
         Args:
             skills: Skills of the pool.
             system: Rankers.
-            pool: Folder with the skills' files, if there is one.
 
         Raises:
             SkilltrainError: There is no skill, or a model is missing.
         """
         if not skills:
             raise SkilltrainError("empty-pool", "the pool is empty")
-        folders = skill_folders(pool) if pool else []
         skills_by_id = {skill.skill_id: skill for skill in skills}
-        self._current = _open(RouterState(system, skills_by_id, folders), {})
+        self._current = _open(RouterState(system, skills_by_id), {})
 
     @classmethod
     def load(cls, folder: Path | str, allow_servers: Collection[str] = ()) -> "Router":
@@ -189,8 +186,7 @@ class Router:
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """Return the flags of the safety screening for a skill: the first of each rule."""
-        path = find_skill_file(self._current.state.folders, skill.skill_id)
-        return _screen(skill, path)
+        return _screen(skill, find_skill_file(skill))
 
     def route(self, task: str, k: int = 5) -> Answer:
         """Find the `k` best skills for a task.

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from skilltrain.data.pool.skill_file import (
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import LINE_ERRORS, json_object, numbered_lines, read_local
 from skilltrain.records import Dropped, Skill, counted
-from skilltrain.runs import RUN_FILE, record_of
+from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
 from skilltrain.texts import clean_text, decode_text, language_of, one_line
@@ -34,6 +35,7 @@ MAX_FILE_BYTES = 64 * 2**20  # of a SKILL.md; larger files are not read
 CUT = "body_too_long"  # `filter` of a row in DROPPED whose skill is kept with a cut body
 HF_PREFIX = "hf:"
 _SHARDS = (".jsonl", ".jsonl.gz", ".parquet")
+_RENAMED = re.compile(r"~\d+$")  # what `merge_sources` adds to an id that is taken
 _BATCH_ROWS = 256  # rows of a parquet file that are converted at once
 _LANGUAGE_CHARS = 4_000  # characters of a body from which its language is detected
 SOURCE_FILES = ("skill.md", *_SHARDS)
@@ -54,7 +56,10 @@ def read_pool(path: Path | str) -> list[Skill]:
     """
     file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
-        return read_skills(file)
+        skills = read_skills(file)
+        num_by_source = _num_by_source(file.parent, len(skills))
+        roots = chain.from_iterable(repeat(*item) for item in num_by_source.items())
+        return [replace(skill, root=root) for skill, root in zip(skills, roots, strict=True)]
 
     sources, dropped = read_sources([path])
     # Equal skills with different ids stay. `duplicates` are only the exact copies of a skill.
@@ -79,39 +84,59 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     if they do not fit its skills, the pool itself is the only source.
     """
     skills = read_pool(pool)
-    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
-    if sum(num_by_source.values()) != len(skills):
-        num_by_source = {str(pool.resolve()): len(skills)}
-
-    # The skills of a source are side by side in the pool.
     skills_by_source: dict[Path, list[Skill]] = {}
     start = 0
-    for source, num_skills in num_by_source.items():
+    for source, num_skills in _num_by_source(pool, len(skills)).items():
         end = start + num_skills
-        skills_by_source[Path(source)] = skills[start:end]
+        skills_by_source[source] = skills[start:end]
         start = end
     return skills_by_source
 
 
-def skill_folders(pool: Path) -> list[Path]:
-    """Return the folders that may hold a pool's SKILL.md files: the pool, and its sources."""
-    sources = record_of(pool).get("recipe", {}).get("sources", ())
-    return [pool, *(Path(source) for source in sources if isinstance(source, str))]
+def _num_by_source(pool: Path, num_skills: int) -> dict[Path, int]:
+    """Return the number of skills by source, in the order of the skills in the pool.
 
-
-def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
-    """Return the SKILL.md of a skill in the first folder that has it.
-
-    An id or a link that leads out of the folder is not followed.
+    Args:
+        pool: Folder of the pool.
+        num_skills: Number of all its skills.
     """
-    for root in folders:
-        # The folder itself may be the skill.
-        for folder in (root / skill_id, root):
-            file = folder / SKILL_FILE
-            has_name = folder.name == Path(skill_id).name
-            if has_name and file.is_file() and file.resolve().is_relative_to(root.resolve()):
-                return file
+    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
+    if sum(num_by_source.values()) != num_skills:
+        num_by_source = {str(pool.resolve()): num_skills}
+    return {Path(source): number for source, number in num_by_source.items()}
+
+
+def find_skill_file(skill: Skill) -> Path | None:
+    """Return the SKILL.md of a skill, as an absolute path, if its folder still has one.
+
+    The id of a skill is the path of its folder below `skill.root`, unless `merge_sources` has added
+    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if two folders have
+    the same id.
+    """
+    root = skill.root
+    if root is None:
+        return None
+    if root.name.lower() == SKILL_FILE.lower():
+        root = root.parent  # the source is a single SKILL.md
+    for skill_id in (skill.skill_id, _RENAMED.sub("", skill.skill_id)):
+        files = [*_skill_files(root, skill_id)]
+        if files:
+            return files[0] if len(files) == 1 else None
     return None
+
+
+def _skill_files(root: Path, skill_id: str) -> Iterator[Path]:
+    """Yield the SKILL.md files below a folder that belong to an id."""
+    for folder in (root / skill_id, root):  # the folder itself may be the skill
+        if folder.name != Path(skill_id).name:
+            continue
+        for name in (SKILL_FILE, SKILL_FILE.lower()):
+            file = folder / name
+            # os.path, because Path.is_file raises in a folder that may not be entered.
+            is_file = os.path.isfile(file)  # noqa: PTH113
+            if is_file and file.resolve().is_relative_to(root.resolve()):
+                yield file
+                break
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
@@ -400,7 +425,7 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         for file in bundled_paths(path.parent)
         if os.path.isfile(file) and not os.path.islink(file)  # noqa: PTH113, PTH114
     )
-    return replace(skill, files=tuple(islice(files, MAX_FILES)))
+    return replace(skill, files=tuple(islice(files, MAX_FILES)), root=root)
 
 
 def _read_shard(path: Path) -> SkillsOrDropped:
