@@ -160,7 +160,7 @@ def test_route_takes_skills_or_folder(library):
     (skill_of_folder,) = skilltrain.route(request, folder, [{"kind": "lexical"}], k=1).skills
 
     assert skill.skill_id == "documents/pdf-merge"
-    assert skill.path is None
+    assert skill.path == skill_of_folder.path
     path = folder / "documents" / "pdf-merge" / "SKILL.md"
     assert skill_of_folder == replace(skill, path=path)
 

@@ -14,6 +14,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -25,6 +27,7 @@ from skilltrain.cli import main
 from skilltrain.errors import StoppedError
 from skilltrain.stage import STAGES, command_of, load_stage
 from skilltrain.tables import SKILLS, read_table
+from skilltrain.terminal import console
 from skilltrain.training.log import TrainingLog
 from small_library import contents, encoder_recipe, skilltrain, succeeds, write_recipe
 from tiny_models import WORDS
@@ -437,6 +440,18 @@ def test_recipes_lists_recipes(tmp_path):
     ]
 
 
+def test_recipes_of_package_are_listed_elsewhere(tmp_path, monkeypatch):
+    packaged = tmp_path / "skilltrain" / "recipes"
+    packaged.mkdir(parents=True)
+    (packaged / "pool.yaml").write_text("stage: pool\nsources: a\nout: b\n")
+    monkeypatch.setattr("skilltrain.cli.stages.PACKAGED_RECIPES", packaged)
+    monkeypatch.chdir(tmp_path)
+
+    lines = succeeds("recipes").out.splitlines()
+
+    assert lines[0].rstrip() == f"{packaged}/pool.yaml  pool"
+
+
 def test_schema_of_stage_is_json():
     schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
 
@@ -644,6 +659,52 @@ def test_show_limits_rows(runs):
     outcome = succeeds("show", runs / "pool" / "skills.parquet", "--rows", 1)
 
     assert outcome.out.count("skill_id") == 1
+
+
+@pytest.fixture
+def drops(tmp_path):
+    """A table with a long reason, a null in a list and a column without a value."""
+    reason = " ".join(f"word{number}" for number in range(40))
+    rows = [
+        {"skill_id": "a", "reason": reason, "scores": [1.5], "empty": None},
+        {"skill_id": "b", "reason": "short", "scores": None, "empty": ""},
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "drops.parquet")
+    return tmp_path / "drops.parquet"
+
+
+def test_show_wraps_reasons_to_terminal(drops, monkeypatch):
+    monkeypatch.setattr(console, "width", 70)
+
+    lines = succeeds("show", drops).out.splitlines()
+
+    assert max(map(len, lines)) <= 70
+    assert [word for word in " ".join(lines).split() if word.startswith("word")] == [
+        f"word{number}" for number in range(40)
+    ]
+
+
+def test_show_leaves_out_empty_columns(drops):
+    lines = succeeds("show", drops).out.splitlines()
+
+    header = next(line for line in lines if line.strip())
+    assert header.split() == ["skill_id", "reason", "scores"]
+
+
+def test_show_prints_rows_apart_if_narrow(drops, monkeypatch):
+    monkeypatch.setattr(console, "width", 40)
+
+    out = succeeds("show", drops).out
+
+    assert out.count("skill_id") == 2
+
+
+def test_show_compares_items_of_lists(drops):
+    matching = succeeds("show", drops, "scores=1.5", "--json").out
+    nothing = succeeds("show", drops, "scores=2")
+
+    assert json.loads(matching)["skill_id"] == "a"
+    assert nothing.out == ""
 
 
 def test_show_names_tables_of_folder(runs):

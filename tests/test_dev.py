@@ -31,7 +31,8 @@ SKILLS_OF_POOL = [
 
 def write_benchmark(folder, judged):
     """Write a benchmark from {query_id: {skill_id: verdict}}."""
-    write_ours(folder, [(query_id, f"find {query_id}", "dev") for query_id in judged], judged)
+    queries = [(query_id, f"find the body of {query_id}", "dev") for query_id in judged]
+    write_ours(folder, queries, judged)
 
 
 @pytest.fixture

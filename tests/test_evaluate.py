@@ -38,9 +38,9 @@ def folder(tmp_path):
     q1 has the gold skill s0, q2 has s1 and s2 and the useful s3, q3 (dev) has s3.
     """
     queries = [
-        ("q1", "apples", "test"),
-        ("q2", "bridges and candles", "test"),
-        ("q3", "drums", "dev"),
+        ("q1", "says apples", "test"),
+        ("q2", "says bridges and candles", "test"),
+        ("q3", "says drums", "dev"),
     ]
     verdicts = {
         "q1": {"s0": "required"},
@@ -237,7 +237,7 @@ def test_gold_skills_of_benchmark_join_pool(tmp_path):
         {"skill_id": "new", "name": "new", "description": "", "body": "about a zebra"},
         {"skill_id": "s0", "name": "s0", "description": "", "body": "zebra zebra zebra zebra"},
     ]
-    write(tmp_path / "bench", skillrouter([("t1", "zebra")], {"t1": relevance}, gold))
+    write(tmp_path / "bench", skillrouter([("t1", "says zebra")], {"t1": relevance}, gold))
     write_pool(tmp_path / "pool", SKILLS_OF_POOL)
     (tmp_path / "out").mkdir()
 
@@ -591,9 +591,9 @@ JUDGE_PRICES = {"prompt": 3.0, "completion": 5.0}
 def priced(folder):
     """A server, and the settings of an evaluation that sends requests for which it knows prices."""
     queries = [
-        ("q1", "sort my invoices", "test"),
-        ("q2", "整理发票", "test"),
-        ("q3", "sort my invoices", "test"),
+        ("q1", "the body says invoice", "test"),
+        ("q2", "the body says 整理发票", "test"),
+        ("q3", "the body says invoice", "test"),
     ]
     verdicts = {query_id: {"s1": "required"} for query_id, _, _ in queries}
     write_ours(folder / "bench", queries, verdicts)

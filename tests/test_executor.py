@@ -74,3 +74,40 @@ def test_excluded_skill_is_replaced():
     shorter = ids(run_rankers(rankers, QUERIES, None, pool, excluded_ids={whole[0]}))["q1"]
 
     assert shorter == whole[1:4]
+
+
+def test_skills_without_common_term_are_left_out():
+    rankers = with_keeps(system(LEXICAL).rankers, 6)
+
+    rankings = ids(run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS)))
+
+    assert set(rankings["q1"]) == {"s0", "s3", "s4", "s5"}
+    assert set(rankings["q2"]) == {"s1", "s3"}
+
+
+def test_candidates_without_common_term_stay():
+    rankers = with_keeps(system(LEXICAL).rankers, 6)
+    candidates = {query.query_id: [("s2", 1.0), ("s1", 0.5)] for query in QUERIES}
+
+    rankings = run_rankers(rankers, QUERIES, candidates, OpenRankers(SKILLS))
+
+    assert rankings["q1"] == [("s2", 0.0), ("s1", 0.0)]
+
+
+def test_fusion_has_matches_of_any_leg(monkeypatch):
+    rankers = with_keeps(system({"kind": "fuse", "of": [LEXICAL, NAMES]}).rankers, 6)
+    matches = ids(run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS)))
+    monkeypatch.setattr("skilltrain.retrieval.lexical.LexicalConfig.is_match", lambda *_: True)
+
+    unlimited = ids(run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS)))
+
+    assert set(matches["q2"]) == {"s1", "s3"}
+    assert unlimited["q2"][:2] == matches["q2"]
+    assert len(unlimited["q2"]) == len(SKILLS)
+
+
+def test_later_rankers_accept_empty_rankings():
+    nothing = [Query("q3", "zebra", "", "", "")]
+    rankers = with_keeps(system(LEXICAL, NAMES).rankers, 6)
+
+    assert run_rankers(rankers, nothing, None, OpenRankers(SKILLS)) == {"q3": []}

@@ -721,7 +721,7 @@ def test_ablate_sweeps_alpha(bench: Path):
     assert table["num_queries"] == 3
 
 
-def test_row_without_body_column_is_tool(tmp_path):
+def test_row_without_body_is_tool(tmp_path):
     rows = [
         {"id": "x/one", "name": "one", "description": "Finds shares.", "category": "Finance"},
         {"id": "y/one", "name": "one", "description": "Finds songs."},
@@ -734,9 +734,10 @@ def test_row_without_body_column_is_tool(tmp_path):
     succeeds("pool", f"sources={tmp_path / 'servers.jsonl'}", f"out={tmp_path / 'pool'}")
 
     skills = read_pool(tmp_path / "pool")
-    assert [(skill.skill_id, skill.body) for skill in skills] == [("x/one", ""), ("y/one", "")]
-    assert [skill.category for skill in skills] == ["Finance", None]
-    assert len(read_pool(tmp_path / "servers.jsonl")) == 3  # duplicates are not dropped here
+    assert [skill.skill_id for skill in skills] == ["empty", "x/one", "y/one"]
+    assert {skill.body for skill in skills} == {""}
+    assert [skill.category for skill in skills] == [None, "Finance", None]
+    assert len(read_pool(tmp_path / "servers.jsonl")) == 4  # duplicates are not dropped here
 
 
 CATEGORIES_YAML = """

@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from faults import raises
+from skilltrain.api import route
 from skilltrain.config import validate
-from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
+from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.files import LOCAL_FILE, locked
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
@@ -88,15 +89,21 @@ def test_best_skill_is_first(library_router):
     assert library_router.skills["documents/pdf-merge"].body.startswith("# Pdf merge")
 
 
-def test_large_k_returns_every_skill(library_router):
-    assert len(library_router.route("pdf", k=1000).skills) == 20
+def test_large_k_returns_every_match(library_router):
+    assert len(library_router.route("pdf", k=1000).skills) == 2
 
 
-@pytest.mark.parametrize(
-    "task", ["zzz qqq", "部署", "?!", "💥", "merge\x00\x1b[2J\ud800 pdf", "pdf " * 250_000]
-)
+@pytest.mark.parametrize("task", ["merge\x00\x1b[2J\ud800 pdf", "pdf " * 250_000])
 def test_odd_task_is_answered(library_router, task):
     assert len(library_router.route(task, k=2).skills) == 2
+
+
+@pytest.mark.parametrize("task", ["zzz qqq", "部署", "?!", "💥"])
+def test_task_without_common_term_fits_nothing(library_router, task):
+    answer = library_router.route(task, k=2)
+
+    assert answer.skills == ()
+    assert not answer.fits
 
 
 @pytest.mark.parametrize("task", ["", "  \n\t", "\x00", "\x1b\u202e\ud800"])
@@ -114,12 +121,79 @@ def library_pool(library, tmp_path):
 
 def test_skill_file_is_found_from_pool(library, library_pool):
     file = library / "skills" / "documents" / "pdf-merge" / "SKILL.md"
-    folders = skill_folders(library_pool)
+    (skill,) = [s for s in read_pool(library_pool) if s.skill_id == "documents/pdf-merge"]
+    below_data = library / "skills" / "data"
 
-    assert find_skill_file(folders, "documents/pdf-merge") == file
-    assert find_skill_file([file.parent], "pdf-merge") == file  # a source that is one skill
-    assert find_skill_file(folders, "documents/gone") is None
-    assert find_skill_file([library / "skills" / "data"], "../documents/pdf-merge") is None
+    assert find_skill_file(skill) == file
+    assert find_skill_file(replace(skill, skill_id="documents/pdf-merge~2")) == file
+    assert find_skill_file(replace(skill, skill_id="pdf-merge", root=file.parent)) == file
+    assert find_skill_file(replace(skill, skill_id="pdf-merge", root=file)) == file
+    assert find_skill_file(replace(skill, skill_id="documents/gone")) is None
+    outside = replace(skill, skill_id="../documents/pdf-merge", root=below_data)
+    assert find_skill_file(outside) is None
+    assert find_skill_file(replace(skill, root=None)) is None
+
+
+def test_ambiguous_skill_file_is_not_found(tmp_path):
+    for folder in (tmp_path / "pdf", tmp_path / "pdf" / "pdf"):
+        folder.mkdir()
+        (folder / "SKILL.md").write_text(f"Merge files of {folder}.")
+
+    skills = read_pool(tmp_path / "pdf")
+
+    assert [skill.skill_id for skill in skills] == ["pdf", "pdf~2"]
+    assert [find_skill_file(skill) for skill in skills] == [None, None]
+
+
+@pytest.fixture
+def two_sources(tmp_path):
+    """Two folders of skills that share the id `pdf`, and a router over both."""
+    for source, text in (("claude", "Merge pdf files."), ("codex", "Split pdf files.")):
+        folder = tmp_path / source / "pdf"
+        folder.mkdir(parents=True)
+        (folder / "SKILL.md").write_text(text)
+    sources = f"sources=[{tmp_path / 'claude'}, {tmp_path / 'codex'}]"
+    succeeds("pool", sources, f"out={tmp_path / 'pool'}")
+    succeeds(
+        "index", f"pool={tmp_path / 'pool'}", "rankers=[{kind: lexical}]", f"out={tmp_path / 'r'}"
+    )
+    return tmp_path
+
+
+def folders_of(answer):
+    return {skill.skill_id: skill.folder for skill in answer.skills}
+
+
+def test_answers_have_folders_of_skills(two_sources, monkeypatch):
+    expected = {"pdf": two_sources / "claude" / "pdf", "pdf~2": two_sources / "codex" / "pdf"}
+    monkeypatch.chdir(two_sources / "codex")  # relative paths would lead elsewhere
+
+    stored = Router.load(two_sources / "r").route("pdf")
+    from_list = route("pdf", read_pool(two_sources / "pool"), [{"kind": "lexical"}])
+
+    assert folders_of(stored) == folders_of(from_list) == expected
+    assert {skill.path for skill in stored.skills} == {
+        folder / "SKILL.md" for folder in expected.values()
+    }
+
+
+def test_moved_folder_has_no_path(two_sources):
+    router = Router.load(two_sources / "r")
+    (two_sources / "claude" / "pdf").rename(two_sources / "claude" / "old")
+
+    answer = router.route("pdf")
+
+    assert folders_of(answer) == {"pdf": None, "pdf~2": two_sources / "codex" / "pdf"}
+
+
+def test_record_alone_names_no_folders(two_sources):
+    """Only local.json may do it: a router may come from a stranger."""
+    sources = {str(two_sources / "claude"): 1, str(two_sources / "codex"): 1}
+    change_record(two_sources / "r", sources=sources)
+
+    answer = Router.load(two_sources / "r").route("pdf")
+
+    assert folders_of(answer) == {"pdf": None, "pdf~2": None}
 
 
 def test_command_prints_best_skills(library, library_pool):

@@ -104,7 +104,7 @@ def test_bad_skill_file_drops_only_itself(tmp_path):
         "a/data.jsonl": "{}",
         "b/lower/skill.md": "---\nname: low\n---\nlower case file name",
         "binary/SKILL.md": bytes(range(256)) * 20,
-        "empty/SKILL.md": "---\nname: e\ndescription: d\n---\n  \n",
+        "empty/SKILL.md": "---\nname: e\n---\n  \n",
         "long/SKILL.md": "x" * 200_001,
         "locked/SKILL.md": "Body.",
         "pipe/SKILL.md": None,
@@ -308,7 +308,7 @@ def test_unusable_jsonl_rows_are_dropped(tmp_path):
         "not json",
         "[1]",
         {"description": "no id", "body": "b"},
-        row("x/empty", " "),
+        row("x/empty", " ", description=""),
         row("x/list", ["a"]),
         {"skill_id": nan, "name": nan, "body": "Body."},
     ]
@@ -486,8 +486,32 @@ def test_merge_drops_duplicates():
     }
     assert {skill.skill_id: skill.body for skill in second} == {"a~4": "4", "c": "Other"}
     assert [row.skill_id for row in dropped] == ["a", "b"]
-    assert {row.reason for row in dropped} == {"has the same name and body as a"}
+    assert {row.reason for row in dropped} == {"has the same name, description and body as a"}
     assert {row.other_id for row in dropped} == {"a"}
+
+
+def test_another_description_makes_no_duplicate():
+    images = Skill("a", "plan", "Convert images from HEIC to JPEG", "Ask first.")
+    menus = Skill("b", "plan", "Plan a vegetarian menu for a week", "Ask first.")
+
+    (skills,), dropped = merge_sources([[images, menus]], drop_duplicates=True)
+
+    assert skills == [images, menus]
+    assert dropped == []
+
+
+def test_front_matter_alone_is_a_skill(tmp_path):
+    header = "---\nname: plan\ndescription: Plan a menu\n---\n"
+    write(tmp_path, {"d/plan/SKILL.md": header, "s.jsonl": [{"id": "x", "skill_md": header}]})
+
+    skills, _, _ = make(tmp_path, tmp_path / "d", tmp_path / "s.jsonl", drop_duplicates=False)
+    same_skills, dropped, _ = make(tmp_path, tmp_path / "out0", drop_duplicates=False)
+
+    texts = {(skill["name"], skill["description"], skill["body"]) for skill in skills}
+    assert ids(skills) == ["plan", "x"]
+    assert texts == {("plan", "Plan a menu", "")}
+    assert same_skills == skills
+    assert dropped == []
 
 
 @pytest.fixture
@@ -558,7 +582,7 @@ def test_pool_warns_of_missing_skills(tmp_path, capsys):
     assert filters(dropped) == ["empty_body"]
     assert dropped[0]["source"] == f"{tmp_path}/e"
     messages = " ".join(capsys.readouterr().err.split())
-    assert "/e gives no skill (the first of 1 dropped rows: the skill has no body)" in messages
+    assert "/e gives no skill (the first of 1 dropped rows: the skill has neither" in messages
 
 
 def test_pool_warns_of_missing_categories(tmp_path, capsys):

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ def test_query_texts_are_cut_out_of_skills(own_text: RunOutput):
 
     assert skills["s3"]["description"] == ""
     assert skills["s3"]["body"] == "# Sorter\n## When to use\n- \n"
-    assert skills["s6"] == asdict(SHORT_SKILL)
+    assert Skill(**skills["s6"]) == SHORT_SKILL
 
 
 def test_own_text_queries_are_reproducible(own_text: RunOutput, tmp_path):

@@ -134,7 +134,9 @@ def test_second_ranker_orders_candidates_of_first(encoder, first_kind):
         candidate_ids = ids(whole_pool["first"][query_id])[:5]
         assert set(ids(ranking)) == set(candidate_ids)
         scores = dict(whole_pool["second"][query_id])
-        expected = sorted((scores[skill_id] for skill_id in candidate_ids), reverse=True)
+        # A candidate without a common term is not in the lexical ranking of the pool.
+        candidate_scores = [scores.get(skill_id, 0.0) for skill_id in candidate_ids]
+        expected = sorted(candidate_scores, reverse=True)
         assert [score for _, score in ranking] == pytest.approx(expected)
 
 
@@ -295,6 +297,19 @@ def test_equal_scores_change_no_fused_ranking():
 def test_empty_ranking_changes_no_fused_ranking():
     assert fuse([FIRST, []], (1, 1), "z") == fuse([FIRST], (1,), "z")
     assert fuse([[], []], (1, 1), "z") == []
+
+
+@pytest.mark.parametrize("first_weight", [0, 1])
+def test_query_without_candidates_has_no_ranking(encoder, reranker, first_weight):
+    nothing = Query("q3", "zebra", "single", "test", "test")
+    weighted = with_keep(reranker, 5, first_weight=first_weight)
+    systems = [system("rerank", LEXICAL, weighted), system("dense", LEXICAL, encoder)]
+
+    rankings = rank(systems, queries=[*QUERIES, nothing])
+
+    for name in ("rerank", "dense"):
+        assert rankings[name]["q1"]
+        assert rankings[name]["q3"] == []
 
 
 def test_first_weight_adds_first_scores():

@@ -2,8 +2,9 @@
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
+from pathlib import Path
 from typing import Protocol
 
 Ranking = list[tuple[str, float]]
@@ -62,6 +63,8 @@ class Skill:
         updated_at: ISO date, or date and time, of its last change.
         when_to_use: Field of the SKILL.md header. Some agents read it with the description.
         files: Files beside SKILL.md, relative to its folder. Empty: there are none.
+        root: Folder or file on this machine that the skill was read from, as an absolute path. It
+            is neither compared nor stored.
     """
 
     skill_id: str
@@ -78,6 +81,7 @@ class Skill:
     updated_at: str | None = None
     when_to_use: str | None = None
     files: tuple[str, ...] | None = None
+    root: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if self.files is not None:  # a list, if it comes from a table; lists cannot be hashed

@@ -11,6 +11,8 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
 from skilltrain.terminal import say
 
+PACKAGED_RECIPES = Path(__file__).with_name("recipes")
+"""Recipes of the installed package. A checkout has them in its folder `recipes` instead."""
 STAGES = {
     "pool": (
         "skilltrain.data.pool.skill_pool:Pool",
@@ -344,7 +346,6 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
             "not-found",
             "holds no recipe" if folder.is_dir() else "no such folder",
             where=folder,
-            fix="recipes come with the repository, not with the installed package: "
-            "clone it, or give --dir",
+            fix="recipes come with the repository and with its wheel: clone it, or give --dir",
         )
     return recipes

@@ -5,7 +5,7 @@ drop values.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -78,8 +78,13 @@ def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
         order: Names of all columns in order. Empty: the order of the fields.
     """
     types = get_type_hints(record)
-    names = order.split() if order else types
+    names = order.split() if order else _stored_fields(record)
     return _spec(name, key, **{column: _KINDS[types[column]] for column in names})
+
+
+def _stored_fields(record: Any) -> list[str]:
+    """Return the names of the fields of a dataclass that tables store: those that are compared."""
+    return [field.name for field in fields(record) if field.compare]
 
 
 SKILLS = _spec_of(Skill, "skills", "skill_id")
@@ -141,7 +146,11 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     Raises:
         SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
     """
-    mappings = [row if isinstance(row, Mapping) else asdict(row) for row in rows]
+    mappings: list[Mapping[str, Any]] = []
+    for row in rows:
+        if not isinstance(row, Mapping):
+            row = {name: getattr(row, name) for name in _stored_fields(row)}
+        mappings.append(row)
 
     # Check the names of the columns in every row.
     names = {*spec.schema.names}

@@ -156,7 +156,8 @@ def route(
         show({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows})
         return
     if not answer.fits:
-        typer.echo("No skill fits, as far as the router can tell. The nearest:")
+        nearest = " The nearest:" if answer.skills else ""
+        typer.echo(f"No skill fits, as far as the router can tell.{nearest}")
     for skill in answer.skills:
         _print_skill(skill)
 

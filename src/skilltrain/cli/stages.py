@@ -2,11 +2,14 @@
 
 import json
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from skilltrain.cli.app import (
     AsJson,
@@ -27,6 +30,7 @@ from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.plugins import load_plugin, plugin_paths
 from skilltrain.stage import (
+    PACKAGED_RECIPES,
     STAGES,
     TrainingStage,
     command_of,
@@ -35,10 +39,12 @@ from skilltrain.stage import (
     parse_recipe,
     schema_of,
 )
-from skilltrain.terminal import console
+from skilltrain.terminal import console, print_line
 from skilltrain.texts import printable
 
-_CELL_CHARS = 60  # of a value that is shown
+_MAX_CELL_CHARS = 1000  # of a value that is shown; enough for every reason
+_MIN_COLUMN_CHARS = 16  # of a column of a table that is easy to read
+_EMPTY = (None, "", [])
 # Panel of a stage's command, by the package of the stage.
 _PANELS = {"data": "Data", "evaluation": "Data", "serving": "Use", "papers": "Papers"}
 # Stages whose commands have further options. They are not added by `add_stage`.
@@ -150,7 +156,10 @@ def recipes(
     stage: Annotated[
         str | None, typer.Argument(help="list only recipes of this stage, e.g. train_encoder")
     ] = None,
-    folder: Annotated[Path, typer.Option("--dir", help="folder of the recipes")] = Path("recipes"),
+    folder: Annotated[
+        Path | None,
+        typer.Option("--dir", help="folder of the recipes; default: recipes, or the package's own"),
+    ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="print the JSON Schema of recipes")
     ] = False,
@@ -166,6 +175,9 @@ def recipes(
     if schema:
         show(schema_of([stage] if stage else stages))
         return
+    if folder is None:
+        own_folder = Path("recipes")
+        folder = own_folder if own_folder.is_dir() else PACKAGED_RECIPES
     for recipe in list_recipes(folder):
         if stage in (None, recipe.facts[0]):
             typer.echo(f"{recipe.path}  {'  '.join(recipe.facts)}\n    {recipe.about}")
@@ -237,7 +249,7 @@ def show_table(
     matching = table.to_pylist()
     for name, value in value_by_column.items():
         if pa.types.is_list(table.schema.field(name).type):
-            matching = [row for row in matching if value in row[name]]
+            matching = [row for row in matching if value in map(_text, row[name] or ())]
         else:
             matching = [row for row in matching if value == _text(row[name])]
 
@@ -245,14 +257,40 @@ def show_table(
         for row in matching:
             typer.echo(json.dumps(row, default=str))
         return
-    console.print(
-        f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns",
-        markup=False,
-    )
-    for row in islice(matching, rows):
-        typer.echo("")
-        for name, value in row.items():
-            typer.echo(f"{printable(name):>14}  {printable(_text(value), _CELL_CHARS)}")
+    print_line(f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns")
+    if matching:
+        _print_rows(matching[:rows])
+
+
+def _print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    """Print rows as a table as wide as the terminal. Columns without a value are left out.
+
+    If the columns would be too narrow to read, each row is printed as a table of names and values.
+
+    Args:
+        rows: Value by column, for each row.
+    """
+    names = [name for name in rows[0] if any(row[name] not in _EMPTY for row in rows)]
+    out = Console(highlight=False, width=console.width)
+    if len(names) * _MIN_COLUMN_CHARS <= out.width:
+        table = Table(box=box.SIMPLE_HEAD)
+        for name in names:
+            table.add_column(_cell(name))
+        for row in rows:
+            table.add_row(*[_cell(row[name]) for name in names])
+        out.print(table)
+        return
+
+    for row in rows:
+        table = Table(show_header=False, box=box.SIMPLE_HEAD)
+        for name in names:
+            table.add_row(_cell(name), _cell(row[name]))
+        out.print(table)
+
+
+def _cell(value: Any) -> Text:
+    """Return a value as one line of a table, cut to 1,000 characters."""
+    return Text("" if value is None else printable(_text(value), _MAX_CELL_CHARS))
 
 
 def _text(value: Any) -> str:

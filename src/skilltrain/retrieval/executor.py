@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skilltrain.distributed import of_first_rank
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
 
 
@@ -83,7 +83,8 @@ def run_ranker(
     """Run one ranker. See `run_rankers` for the arguments.
 
     A ranker that fuses others has several legs, which are the rankers that it fuses. Any other
-    ranker is its own only leg.
+    ranker is its own only leg. A ranking of the pool has only skills that match the query in one of
+    the legs, so it may be shorter than `keep`. Candidates are ranked even if they do not match.
 
     In a distributed run, all processes return the rankings of the first one, because rounding
     could give them different rankings.
@@ -111,7 +112,10 @@ def run_ranker(
     combined: Rankings = {}
     for query in queries:
         leg_rankings = [rankings[query.query_id] for rankings in by_leg]
-        combined[query.query_id] = config.combine(leg_rankings)
+        ranking = config.combine(leg_rankings)
+        if candidates is None:
+            ranking = _only_matches(ranking, config.legs, leg_rankings)
+        combined[query.query_id] = ranking
     seconds = (time.perf_counter() - started) / len(queries)
 
     combined = of_first_rank(combined)  # the rankings of the first process
@@ -131,6 +135,22 @@ def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig
         num_needed = max(num_needed, keep)
         filled.append(ranker.model_copy(update={"keep": keep}))
     return filled[::-1]
+
+
+def _only_matches(
+    ranking: Ranking, legs: Sequence[RankerConfig], leg_rankings: Sequence[Ranking]
+) -> Ranking:
+    """Return the skills of a ranking that match the query in at least one leg.
+
+    Args:
+        ranking: Ranking of one query.
+        legs: Settings of the legs.
+        leg_rankings: Ranking of each leg.
+    """
+    matching_ids: set[str] = set()
+    for leg, leg_ranking in zip(legs, leg_rankings, strict=True):
+        matching_ids.update(skill_id for skill_id, score in leg_ranking if leg.is_match(score))
+    return [pair for pair in ranking if pair[0] in matching_ids]
 
 
 def _leave_out(rankings: Rankings, excluded_ids: Collection[str], top_k: int) -> Rankings:

@@ -312,6 +312,10 @@ class LexicalConfig(RankerConfig):
     def label(self) -> str:
         return self.kind if self.fields == "full" else f"{self.kind} {self.fields}"
 
+    def is_match(self, score: float) -> bool:
+        """Return whether the skill and the query have a term in common."""
+        return score != 0
+
     def open(self, opened: dict[str, Any]) -> Self:
         return self
 

@@ -53,7 +53,8 @@ class RoutedSkill:
     """One skill of an answer. Its texts are untrusted.
 
     Attributes:
-        path: Its SKILL.md, if the router knows the file.
+        path: Absolute path of its SKILL.md, if the router knows the file.
+        folder: Absolute path of the folder of `path`, which may hold scripts and other files.
         score: Score of the last ranker.
         probability: Probability that the skill serves the task. None without a calibration.
         why: Why the skill was chosen.
@@ -65,6 +66,7 @@ class RoutedSkill:
     name: str
     description: str
     path: Path | None
+    folder: Path | None
     score: float
     probability: float | None
     why: Explanation

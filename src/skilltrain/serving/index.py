@@ -29,7 +29,6 @@ from pyarrow import feather
 from pydantic import Field
 
 from skilltrain.config import Config, validate
-from skilltrain.data.pool.read import skill_folders
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import (
     FileStamp,
@@ -161,14 +160,22 @@ class IndexRecord(Config):
 class StoredSkills(Mapping[str, Skill]):
     """Skills of a table by id, in the order of its rows. A skill is made when it is read."""
 
-    def __init__(self, table: pa.Table) -> None:
+    def __init__(self, table: pa.Table, roots: Sequence[Path | None]) -> None:
+        """Keep the table.
+
+        Args:
+            table: SKILLS table.
+            roots: Value of `root` for each skill.
+        """
         self._table = table
+        self._roots = roots
         self._rows = {
             skill_id: row for row, skill_id in enumerate(table.column("skill_id").to_pylist())
         }
 
     def __getitem__(self, skill_id: str) -> Skill:
-        return Skill(**self._table.slice(self._rows[skill_id], 1).to_pylist()[0])
+        row = self._rows[skill_id]
+        return Skill(**self._table.slice(row, 1).to_pylist()[0], root=self._roots[row])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._rows)
@@ -184,12 +191,10 @@ class RouterState:
     Attributes:
         system: Rankers.
         skills: Skills by id.
-        folders: Folders that may hold the skills' files.
     """
 
     system: SystemConfig
     skills: Mapping[str, Skill]
-    folders: Sequence[Path]
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,6 +202,7 @@ class Index(RouterState):
     """Generation of a router, loaded.
 
     Attributes:
+        sources: Folders or files that the skills were read from, in the order of the skills.
         pool: Pool that the router was made from.
         folder: Folder of the generation.
         record: Its record.
@@ -205,6 +211,7 @@ class Index(RouterState):
         stamp: State of the files when they were read.
     """
 
+    sources: Sequence[Path]
     pool: Path
     folder: Path
     record: IndexRecord
@@ -234,19 +241,16 @@ class Index(RouterState):
         The index knows the source of a skill by its id. A skill that the index does not have is
         assigned to the first source.
         """
-        # `folders` begins with the sources. The folders of the pool follow.
-        sources = self.folders[: len(self.record.sources)]
-
         # The skills of the index are in the order of the sources.
         source_by_id: dict[str, Path] = {}
         skill_ids = iter(self.skills)
-        for source, num_skills in zip(sources, self.record.sources.values(), strict=True):
+        for source, num_skills in zip(self.sources, self.record.sources.values(), strict=True):
             for skill_id in islice(skill_ids, num_skills):
                 source_by_id[skill_id] = source
 
-        skills_by_source: dict[Path, list[Skill]] = {source: [] for source in sources}
+        skills_by_source: dict[Path, list[Skill]] = {source: [] for source in self.sources}
         for skill in skills:
-            source = source_by_id.get(skill.skill_id, sources[0])
+            source = source_by_id.get(skill.skill_id, self.sources[0])
             skills_by_source[source].append(skill)
         return Contents(self.pool, skills_by_source, self.watched)
 
@@ -361,7 +365,15 @@ def _load_generation(folder: Path) -> Index:
     # Load the skills, and what each ranker has stored about them.
     router = folder.parent
     system = record.system(router)
-    skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False))
+    sources: list[Path] = []
+    roots: list[Path | None] = []  # [skill]
+    for name, num_skills in record.sources.items():
+        source = Path(_from_stored_path(router, name))
+        # Only `local.json` may name folders outside the router. The record may be a stranger's.
+        is_known = name.startswith((_LOCAL, "./"))
+        sources.append(source)
+        roots += [source if is_known else None] * num_skills
+    skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False), roots)
     keys = np.load(folder / KEYS_FILE)  # [skill]
     stored_parts = {}
     for name, ranker in storing_rankers(system).items():
@@ -374,11 +386,8 @@ def _load_generation(folder: Path) -> Index:
     if any(count != num_skills for count in counts):
         raise ValueError("its parts are of different pools")
 
-    # `Index.contents` expects the sources at the beginning of `folders`.
     pool = Path(_from_stored_path(router, record.pool))
-    folders = [Path(_from_stored_path(router, name)) for name in record.sources]
-    folders += skill_folders(pool)
-    return Index(system, skills, folders, pool, folder, record, keys, stored_parts, stamp)
+    return Index(system, skills, sources, pool, folder, record, keys, stored_parts, stamp)
 
 
 def _damage(folder: Path, error: Exception) -> SkilltrainError:

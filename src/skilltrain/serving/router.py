@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from skilltrain.arguments import path_of, wrong_argument
-from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
+from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
@@ -71,10 +71,10 @@ class _OpenPool:
         def observe(run: RankerRun) -> None:
             """Record the ranking of a ranker. If it fuses rankers (`legs`), record one of each."""
             for config, rankings in zip(run.config.legs, run.by_leg, strict=True):
+                matches = [pair for pair in rankings[query.query_id] if config.is_match(pair[1])]
                 # Keep only the first ranking of each ranker, that of the pool. A ranker may run
                 # again later, on a few candidates.
-                label = self.labels[config.key]
-                ranking_by_label.setdefault(label, rankings[query.query_id])
+                ranking_by_label.setdefault(self.labels[config.key], matches)
 
         # `skills` is empty: it is only needed to open rankers, and these are open.
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
@@ -116,13 +116,14 @@ class _OpenPool:
         """Return the skill at a rank of the final ranking, with its explanation and flags."""
         skill_id, score = trace.ranking[rank - 1]
         skill = self.state.skills[skill_id]
-        path = find_skill_file(self.state.folders, skill_id)
+        path = find_skill_file(skill)
         return RoutedSkill(
             rank,
             skill_id,
             skill.name,
             skill.description,
             path,
+            path.parent if path else None,
             score,
             probability,
             self.explain(query, trace, skill),
@@ -149,9 +150,8 @@ class Router:
         >>> Router([{"name": "pdf-merge", "body": "Join PDF files."}], "lexical")
         Router(1 skills; rankers: lexical; not calibrated)
         """
-        folders = skill_folders(Path(skills)) if isinstance(skills, Path | str) else []
         skills_by_id = {skill.skill_id: skill for skill in read_pool(skills)}
-        self._current = _open(RouterState(system_of(rankers), skills_by_id, folders), {})
+        self._current = _open(RouterState(system_of(rankers), skills_by_id), {})
 
     def __repr__(self) -> str:
         pool = self._current
@@ -195,8 +195,7 @@ class Router:
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """Return the flags of the safety screening for a skill: the first of each rule."""
-        path = find_skill_file(self._current.state.folders, skill.skill_id)
-        return _screen(skill, path)
+        return _screen(skill, find_skill_file(skill))
 
     def route(self, task: str, k: int = 5) -> Answer:
         """Find the `k` best skills for a task.

@@ -2,9 +2,10 @@
 
 import hashlib
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice
+from itertools import chain, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from skilltrain.data.pool.skill_file import (
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import LINE_ERRORS, json_object, numbered_lines, read_local
 from skilltrain.records import Dropped, Skill, counted
-from skilltrain.runs import RUN_FILE, record_of
+from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
 from skilltrain.texts import clean_text, decode_text, language_of, one_line, printable
@@ -35,6 +36,7 @@ MAX_FILE_BYTES = 64 * 2**20  # of a SKILL.md; larger files are not read
 CUT = "body_too_long"  # `filter` of a row in DROPPED whose skill is kept with a cut body
 HF_PREFIX = "hf:"
 _SHARDS = (".jsonl", ".jsonl.gz", ".parquet")
+_RENAMED = re.compile(r"~\d+$")  # what `merge_sources` adds to an id that is taken
 _BATCH_ROWS = 256  # rows of a parquet file that are converted at once
 _LANGUAGE_CHARS = 4_000  # characters of a body from which its language is detected
 SOURCE_FILES = ("skill.md", *_SHARDS)
@@ -48,7 +50,8 @@ def read_pool(source: Any) -> list[Skill]:
     """Read skills, and check that their ids are unique.
 
     Exact copies of a skill, and files and rows of a file that are no skill, are left out. A message
-    says how many they are, and why. Different skills with the same name and body are all kept.
+    says how many they are, and why. Equal skills with different
+    ids are all kept.
 
     Args:
         source: A folder of SKILL.md files, the folder or file of a SKILLS table, another source of
@@ -67,10 +70,13 @@ def read_pool(source: Any) -> list[Skill]:
         return _skills_of_rows(rows_of(source, "skills"))
     file = table_path(Path(source), SKILLS)  # `source` itself, if it is a file
     if file.is_file() and file.name == f"{SKILLS.name}.parquet":
-        return read_skills(file)
+        skills = read_skills(file)
+        num_by_source = _num_by_source(file.parent, len(skills))
+        roots = chain.from_iterable(repeat(*item) for item in num_by_source.items())
+        return [replace(skill, root=root) for skill, root in zip(skills, roots, strict=True)]
 
     sources, dropped = read_sources([source])
-    # Skills with the same name and body stay. `duplicates` are only the exact copies of a skill.
+    # Equal skills with different ids stay. `duplicates` are only the exact copies of a skill.
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
     # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
@@ -92,46 +98,66 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     if they do not fit its skills, the pool itself is the only source.
     """
     skills = read_pool(pool)
-    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
-    if sum(num_by_source.values()) != len(skills):
-        num_by_source = {str(pool.resolve()): len(skills)}
-
-    # The skills of a source are side by side in the pool.
     skills_by_source: dict[Path, list[Skill]] = {}
     start = 0
-    for source, num_skills in num_by_source.items():
+    for source, num_skills in _num_by_source(pool, len(skills)).items():
         end = start + num_skills
-        skills_by_source[Path(source)] = skills[start:end]
+        skills_by_source[source] = skills[start:end]
         start = end
     return skills_by_source
 
 
-def skill_folders(pool: Path) -> list[Path]:
-    """Return the folders that may hold a pool's SKILL.md files: the pool, and its sources."""
-    sources = record_of(pool).get("recipe", {}).get("sources", ())
-    return [pool, *(Path(source) for source in sources if isinstance(source, str))]
+def _num_by_source(pool: Path, num_skills: int) -> dict[Path, int]:
+    """Return the number of skills by source, in the order of the skills in the pool.
 
-
-def find_skill_file(folders: Iterable[Path], skill_id: str) -> Path | None:
-    """Return the SKILL.md of a skill in the first folder that has it.
-
-    An id or a link that leads out of the folder is not followed.
+    Args:
+        pool: Folder of the pool.
+        num_skills: Number of all its skills.
     """
-    for root in folders:
-        # The folder itself may be the skill.
-        for folder in (root / skill_id, root):
-            file = folder / SKILL_FILE
-            has_name = folder.name == Path(skill_id).name
-            if has_name and file.is_file() and file.resolve().is_relative_to(root.resolve()):
-                return file
+    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
+    if sum(num_by_source.values()) != num_skills:
+        num_by_source = {str(pool.resolve()): num_skills}
+    return {Path(source): number for source, number in num_by_source.items()}
+
+
+def find_skill_file(skill: Skill) -> Path | None:
+    """Return the SKILL.md of a skill, as an absolute path, if its folder still has one.
+
+    The id of a skill is the path of its folder below `skill.root`, unless `merge_sources` has added
+    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if two folders have
+    the same id.
+    """
+    root = skill.root
+    if root is None:
+        return None
+    if root.name.lower() == SKILL_FILE.lower():
+        root = root.parent  # the source is a single SKILL.md
+    for skill_id in (skill.skill_id, _RENAMED.sub("", skill.skill_id)):
+        files = [*_skill_files(root, skill_id)]
+        if files:
+            return files[0] if len(files) == 1 else None
     return None
+
+
+def _skill_files(root: Path, skill_id: str) -> Iterator[Path]:
+    """Yield the SKILL.md files below a folder that belong to an id."""
+    for folder in (root / skill_id, root):  # the folder itself may be the skill
+        if folder.name != Path(skill_id).name:
+            continue
+        for name in (SKILL_FILE, SKILL_FILE.lower()):
+            file = folder / name
+            # os.path, because Path.is_file raises in a folder that may not be entered.
+            is_file = os.path.isfile(file)  # noqa: PTH113
+            if is_file and file.resolve().is_relative_to(root.resolve()):
+                yield file
+                break
 
 
 def _skills_of_rows(rows: list[Any]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids. Skills are returned as they are.
 
-    A repeated id of a row is renamed to ID~2, ID~3 and so on. Skills with the same name and body
-    are kept.
+    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different ids are
+    kept.
 
     Args:
         rows: Rows, as values by column, or skills.
@@ -228,14 +254,14 @@ def merge_sources(
 
     Args:
         sources: Skills of each source.
-        drop_duplicates: True: drop a skill if its name and body are those of an earlier skill.
-            False: drop it only if its id and description are the same too.
+        drop_duplicates: True: drop a skill if its name, description and body are those of an
+            earlier skill. False: drop it only if its id is the same too.
 
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
     """
     first_id_by_content: dict[bytes, str] = {}
-    identities: set[tuple[str, str, bytes]] = set()  # (id, description, content)
+    identities: set[tuple[str, bytes]] = set()  # (id, content)
     original_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
     last_number_by_id: dict[str, int] = {}  # the number after `~` in the last new id
     unique_ids: set[str] = set()  # ids of the merged skills
@@ -245,10 +271,10 @@ def merge_sources(
         merged.append([])
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
             content = _content_digest(skill)
-            identity = (skill.skill_id, skill.description, content)
+            identity = (skill.skill_id, content)
             first_id = first_id_by_content.get(content)
             if first_id is not None and (drop_duplicates or identity in identities):
-                reason = f"has the same name and body as {first_id}"
+                reason = f"has the same name, description and body as {first_id}"
                 dropped.append(Dropped("", skill.skill_id, "duplicate", reason, other_id=first_id))
                 continue
             identities.add(identity)
@@ -268,12 +294,9 @@ def merge_sources(
 
 
 def _content_digest(skill: Skill) -> bytes:
-    """Hash the name and the body of a skill to 16 bytes. Case and white space do not count.
-
-    For a tool, which has no body, the description is hashed.
-    """
-    text = f"{one_line(skill.name)}\x00{one_line(skill.body or skill.description)}"
-    return hashlib.blake2b(text.casefold().encode(), digest_size=16).digest()
+    """Hash the texts of a skill to 16 bytes. Case and white space do not count."""
+    texts = "\x00".join(map(one_line, (skill.name, skill.description, skill.body)))
+    return hashlib.blake2b(texts.casefold().encode(), digest_size=16).digest()
 
 
 def read_source(source: Path | str) -> SkillsOrDropped:
@@ -418,8 +441,8 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     if text is None:
         return Dropped("", skill_id, "not_text", f"{name} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
-    if not skill.body:
-        return Dropped("", skill_id, "empty_body", "the skill has no body")
+    if not (skill.body or skill.description):
+        return Dropped("", skill_id, "empty_body", "the skill has neither description nor body")
 
     # os.path, because Path.is_file raises in a folder that may not be entered.
     files = (
@@ -427,7 +450,7 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         for file in bundled_paths(path.parent)
         if os.path.isfile(file) and not os.path.islink(file)  # noqa: PTH113, PTH114
     )
-    return replace(skill, files=tuple(islice(files, MAX_FILES)))
+    return replace(skill, files=tuple(islice(files, MAX_FILES)), root=root)
 
 
 def _read_shard(path: Path) -> SkillsOrDropped:

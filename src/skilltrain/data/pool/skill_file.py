@@ -90,8 +90,8 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     """Read a skill from a row of a table in SkillRouter's format.
 
     The columns `content` and `skill_md` may hold a whole SKILL.md. The other columns of the row
-    take precedence over its frontmatter. A row with a description, and without a column for a body,
-    is a tool of an MCP server: its body stays empty.
+    take precedence over its frontmatter. The body of a row may be empty if the row has a
+    description, as for tools of MCP servers.
 
     Args:
         row: Value by column.
@@ -120,9 +120,9 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         skill = parse_skill_file(values[body_key], skill_id, fallback_name)
     else:
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
-    is_tool = description.strip() and row.keys().isdisjoint(BODY_COLUMNS)
-    if not skill.body and not is_tool:
-        return Dropped("", skill_id, "empty_body", f"{where} has no body")
+    description = description.strip() or skill.description or first_paragraph(skill.body)
+    if not (skill.body or description):
+        return Dropped("", skill_id, "empty_body", f"{where} has neither description nor body")
 
     # Add the other columns of the row. They replace the values of the frontmatter.
     facts = _facts_in(row)  # author, URL, stars and the like
@@ -130,7 +130,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     return replace(
         skill,
         name=one_line(name) or skill.name,
-        description=description.strip() or skill.description or first_paragraph(skill.body),
+        description=description,
         category=one_line(values["category"]) or skill.category,
         lang=one_line(values["lang"]) or skill.lang,
         source=one_line(values["source"] or source),

@@ -47,7 +47,7 @@ class Pool(Stage):
         "hf:NAME[:split]",
     )
     drop_duplicates: bool = Field(
-        default=True, description="keep one of the skills with the same name and body"
+        default=True, description="keep one of the skills with the same name, description and body"
     )
     categories: Literal["keep", "taxonomy", "from_pool"] = Field(
         default="keep",
@@ -130,8 +130,7 @@ class Pool(Stage):
             )
 
         # Files beside a SKILL.md are screened with it.
-        roots = [source for source in self.sources if isinstance(source, Path) and source.is_dir()]
-        files = {skill.skill_id: find_skill_file(roots, skill.skill_id) for skill in skills}
+        files = {skill.skill_id: find_skill_file(skill) for skill in skills}
         folders = {skill_id: file.parent for skill_id, file in files.items() if file}
         flags = screen_pool(skills, self.workers, folders)
 

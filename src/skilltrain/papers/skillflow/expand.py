@@ -113,7 +113,10 @@ class Expand:
         answers = self.ranker.rank(written, candidates, depth)
         rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
         for query_id, task_id in task_of.items():
-            rankings[task_id].append(answers[query_id])
+            ranking = answers[query_id]
+            if candidates is None:
+                ranking = [pair for pair in ranking if ranker_config.is_match(pair[1])]
+            rankings[task_id].append(ranking)
         joined_rankings = {}
         for task_id, task_rankings in rankings.items():
             joined_rankings[task_id] = joined(task_rankings, self.config.join)[:keep]

@@ -8,7 +8,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Literal
 
-from skilltrain.data.pool.read import find_skill_file, read_pool, skill_folders
+from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.data.pool.skill_file import SKILL_FILE, skill_text
 from skilltrain.data.screening import screen_texts
 from skilltrain.data.screening.bundled import (
@@ -60,10 +60,9 @@ def provision(
                 raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
 
     # Screen each skill once. A flagged skill has None instead of files, and is left out.
-    folders = skill_folders(pool)
     files: dict[str, list[BundledFile] | None] = {}
     for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):
-        files[skill_id] = _bundled_files(skills[skill_id], folders, flagged)
+        files[skill_id] = _bundled_files(skills[skill_id], flagged)
 
     # Write a folder for each query, with a folder for each skill.
     names = {}
@@ -84,18 +83,17 @@ def provision(
     return {"num_skills": num_skills, "num_flagged": list(files.values()).count(None)}
 
 
-def _bundled_files(skill: Skill, folders: list[Path], flagged: Flagged) -> list[BundledFile] | None:
+def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
     """Screen a skill and return its bundled files.
 
     Args:
         skill: The skill.
-        folders: Folders of SKILL.md files that the pool was read from.
         flagged: Whether to leave out or to use a skill that the screening flags.
 
     Returns:
         The files; None for a flagged skill that is left out.
     """
-    original = find_skill_file(folders, skill.skill_id)
+    original = find_skill_file(skill)
     files, num_unread = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
     flags = screen_texts(skill, files) if flagged == "leave_out" else ()
