@@ -152,6 +152,11 @@ def launched_ranks() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def ranks_on_machine() -> int:
+    """Return the number of processes that the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
 def is_main_process() -> bool:
     """Return whether this process is the one that prints and writes. It is the first rank of a run.
 
