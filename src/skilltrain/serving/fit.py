@@ -116,7 +116,7 @@ class _StepRunner:
         number = 1 + list(self._recipes).index(step)
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         write_text(self._folder / f"{number}_{step}.yaml", text)
-        say(f"{number}. {recipe['stage']}")
+        say(f"step {step}: {recipe['stage']}")  # a run may return to an earlier step
 
         stage = parse_recipe(recipe, f"fit, step {step}")
         summary = run_stage(stage, resume=None)  # None: resume if a training run was stopped
