@@ -21,7 +21,7 @@ from skilltrain.training.steps import StepModule, StepSettings
 
 _ADAMW_BYTES = 8  # two float32 moments per trained parameter
 _GPU_SHARE = 0.9  # of the free memory; CUDA and the loss need the rest
-_MAX_CPU_BYTES = GIB  # for activations: on a CPU, other programs need the rest
+_MAX_CPU_BYTES = 3 * GIB // 2  # for activations: on a CPU, other programs need the rest
 _MIN_TOKEN_BUDGET = 512  # a smaller micro-batch saves little
 _CONTAINER = Path("/sys/fs/cgroup")  # limits of a container, on Linux
 _STATUS = Path("/proc/self/status")  # on Linux
