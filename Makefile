@@ -7,7 +7,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/installed
-PIP_INSTALL := $(BIN)/python -m pip install -qq --disable-pip-version-check --retries 5
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --retries 5
 
 export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
@@ -23,7 +23,7 @@ install: $(INSTALLED) ## set up .venv with everything pinned in constraints.txt 
 # One install command for everything, so that torch is chosen together with what needs it. Registries hiccup: three tries.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4) and "skilltrain needs Python 3.11.4 or newer: make PYTHON=python3.11 install")'
-	@echo "Setting up $(VENV): about 2 GB, about 2 minutes"
+	@echo "Setting up $(VENV): 2.6 GB on disk, 2 to 5 minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@for try in 1 2 3; do \
 	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve,onnx]'; then touch $@; exit 0; fi; \

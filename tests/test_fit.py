@@ -106,6 +106,14 @@ def test_few_skills_get_an_untrained_router(library, tmp_path, capsys):
     assert "20 skills are too few" in capsys.readouterr().err
 
 
+def test_steps_are_printed_by_name(skills, tmp_path, capsys):
+    skilltrain.fit(skills, tmp_path / "router", train=False)
+
+    output = capsys.readouterr().err
+    assert "step pool: pool" in output
+    assert "step untrained: index" in output
+
+
 def test_killed_fit_continues(fitted):
     assert fitted.summary["num_skills"] == 21
     assert fitted.summary["num_lists"] > 0

@@ -15,6 +15,7 @@ from skilltrain.training.memory import (
     available_bytes,
     fit_into_memory,
     held_bytes,
+    weight_bytes,
 )
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
@@ -42,7 +43,7 @@ def bytes_needed(step, recompute, token_budget):
 
 def choose(step, monkeypatch, activation_limit, **settings):
     """Choose settings where activations may take so many bytes. Return both settings."""
-    available = held_bytes(step) + activation_limit
+    available = held_bytes(step) - weight_bytes(step) + activation_limit
     monkeypatch.setattr(memory, "available_bytes", lambda device: available)
     config = TrainingConfig(batch_size=NUM_LISTS, precision="float32", **settings)
     fit_into_memory(step, config, CPU)
@@ -114,6 +115,16 @@ def test_container_without_limit_is_ignored(monkeypatch, tmp_path):
     monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
 
     assert available_bytes(CPU) > 2**20
+
+
+def test_ranks_on_one_machine_share_its_memory(monkeypatch, tmp_path):
+    (tmp_path / "memory.max").write_text("3000\n")
+    (tmp_path / "memory.current").write_text("1000\n")
+    (tmp_path / "memory.stat").write_text("inactive_file 0\n")
+    monkeypatch.setattr(memory, "_CONTAINER", tmp_path)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+
+    assert available_bytes(CPU) == 1000
 
 
 def test_weights_gradients_and_moments_are_held(open_encoder_of):

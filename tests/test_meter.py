@@ -62,7 +62,7 @@ def test_log_file_gets_line_every_thirty_seconds(log_file, monkeypatch, clock):
     monkeypatch.setattr(terminal.time, "monotonic", clock)
 
     with progress("training", 1000, 400) as show:
-        for second, completed in ((4, 500), (29, 501), (30, 520), (59, 600), (61, 640)):
+        for second, completed in ((0.5, 500), (29, 501), (30, 520), (59, 600), (61, 640)):
             clock.now = 100.0 + second
             show(completed, f"loss {second}")
 
@@ -70,6 +70,17 @@ def test_log_file_gets_line_every_thirty_seconds(log_file, monkeypatch, clock):
         "training 520/1,000 (52%)  eta 0:02:00  loss 30",
         "training 640/1,000 (64%)  eta 0:01:32  loss 61",
     ]
+
+
+def test_log_file_gets_eta_after_first_slow_item(log_file, monkeypatch, clock):
+    monkeypatch.setattr(terminal.time, "monotonic", clock)
+
+    with progress("training", 31) as show:
+        for completed in (1, 2):
+            clock.now += 4
+            show(completed, "loss 3.21")
+
+    assert log_file.getvalue() == "training 1/31 (3%)  eta 0:02:00  loss 3.21\n"
 
 
 def test_single_item_has_no_bar(screen):

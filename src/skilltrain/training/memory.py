@@ -13,7 +13,7 @@ from torch import nn
 from skilltrain.distributed import of_first_rank
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import checkpoint_layers, layer_bytes
-from skilltrain.terminal import launched_ranks, say
+from skilltrain.terminal import launched_ranks, ranks_on_machine, say
 from skilltrain.training.engine import shards_state
 from skilltrain.training.loop import GIB, Batch, largest_batch, step_batches
 from skilltrain.training.settings import TrainingConfig
@@ -21,7 +21,7 @@ from skilltrain.training.steps import StepModule, StepSettings
 
 _ADAMW_BYTES = 8  # two float32 moments per trained parameter
 _GPU_SHARE = 0.9  # of the free memory; CUDA and the loss need the rest
-_MAX_CPU_BYTES = GIB  # for activations: on a CPU, other programs need the rest
+_MAX_CPU_BYTES = 3 * GIB // 2  # for activations: on a CPU, other programs need the rest
 _MIN_TOKEN_BUDGET = 512  # a smaller micro-batch saves little
 _CONTAINER = Path("/sys/fs/cgroup")  # limits of a container, on Linux
 _STATUS = Path("/proc/self/status")  # on Linux
@@ -45,8 +45,11 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     batches = chain.from_iterable(step_batches(step.data.lists, config))
     batch = largest_batch(step, batches)
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
+    needed_by_state = held_bytes(step)
+    if device.type == "cpu":
+        needed_by_state -= weight_bytes(step)  # the weights take no available memory any more
     # All ranks must choose the same settings, so the memory of the first rank counts.
-    available = of_first_rank(available_bytes(device)) - held_bytes(step)
+    available = of_first_rank(available_bytes(device)) - needed_by_state
 
     # Take the first choice below the limit, which is lower on a CPU, where other programs need
     # memory. If none is below it, the last choice stays, and may take all available memory.
@@ -95,9 +98,10 @@ def memory_choices(settings: StepSettings, config: TrainingConfig) -> Iterator[S
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that a run may take on a device.
+    """Return the bytes that this rank may take on its device.
 
-    On a GPU, they include the bytes that tensors of this process already take.
+    On a GPU, they include the bytes that tensors of this process already take. On a CPU, they are
+    its share of the free memory, because all ranks on one machine take from it.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
@@ -112,18 +116,21 @@ def available_bytes(device: torch.device) -> int:
         lines = (_CONTAINER / "memory.stat").read_text().splitlines()
         cached = int(dict(line.split() for line in lines)["inactive_file"])  # given up on demand
     except (OSError, ValueError, KeyError):  # no container, or one without a limit
-        return available
-    return min(available, limit - used + cached)
+        return available // ranks_on_machine()
+    return min(available, limit - used + cached) // ranks_on_machine()
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Return the bytes of a module's weights."""
+    return sum(parameter.nbytes for parameter in module.parameters())
 
 
 def held_bytes(module: nn.Module) -> float:
     """Return the bytes that weights, gradients and AdamW's two moments take on each rank."""
-    total = 0
+    total = weight_bytes(module)
     for parameter in module.parameters():
-        weight_bytes = parameter.numel() * parameter.element_size()
-        total += weight_bytes
         if parameter.requires_grad:
-            total += weight_bytes  # the gradient is as large as the weight
+            total += parameter.nbytes  # the gradient is as large as the weight
             total += _ADAMW_BYTES * parameter.numel()
     num_shards = launched_ranks() if shards_state() else 1
     return total / num_shards
