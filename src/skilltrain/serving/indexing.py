@@ -13,6 +13,7 @@ from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, locked, read_json, read_local, staged_folder, write_json
+from skilltrain.formats import CALIBRATION as CALIBRATION_FORMAT
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
@@ -78,7 +79,9 @@ class BuildIndex(Stage):
         calibration = None
         if self.calibration is not None:
             file = self.calibration / CALIBRATION_FILE
-            calibration = validate(Calibration, read_json(file), file)
+            values = read_json(file)
+            CALIBRATION_FORMAT.check(values, file, "run skilltrain calibrate again")
+            calibration = validate(Calibration, values, file)
         return write_index(out, system, contents, {}, calibration)
 
     def dry_run(self) -> Summary:
