@@ -3,6 +3,7 @@
 import itertools
 import json
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,14 +12,19 @@ from hypothesis import strategies as st
 
 from benchmark_folders import jsonl
 from faults import raises
+from skilltrain.config import validate
+from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
+from skilltrain.metrics.benchmarks.load import read_unserved
 from skilltrain.metrics.bootstrap import share
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query
 from skilltrain.serving.answer import Calibrator, Trace
 from skilltrain.serving.calibrate import (
+    GENERAL_REQUESTS,
     assign_folds,
+    balance,
     bound,
     calibration_error,
     fit_logistic,
@@ -26,6 +32,7 @@ from skilltrain.serving.calibrate import (
     risk_coverage,
 )
 from skilltrain.serving.router import Router
+from skilltrain.tables import SKILLS, write_table
 from small_library import QUERIES, skilltrain, succeeds
 
 RANKERS = "[{kind: lexical}]"
@@ -56,10 +63,18 @@ def test_features_are_score_lead_top_scores(trace, rankers, features):
     assert rows.shape == (len(features), 2 + len(rankers))
 
 
-def test_top_scores_are_shares_of_possible_score():
-    trace = Trace({"bm25": [("s", 6.0)], "none": []}, {"bm25": 24.0}, [])
+def test_top_score_is_divided_by_root_of_highest():
+    trace = Trace({"bm25": [("s", 6.0)], "none": []}, {"bm25": 16.0}, [])
 
-    assert trace.top_scores(["bm25", "none"]) == [0.25, 0.0]
+    assert trace.top_scores(["bm25", "none"]) == [1.5, 0.0]
+
+
+def test_long_request_has_top_score_of_short_one():
+    """A request of four times as many words must not look as if no skill served it."""
+    short = Trace({"bm25": [("s", 6.0)]}, {"bm25": 16.0}, [])
+    long = Trace({"bm25": [("s", 12.0)]}, {"bm25": 64.0}, [])
+
+    assert short.top_scores(["bm25"]) == long.top_scores(["bm25"])
 
 
 CALIBRATOR = Calibrator(
@@ -110,6 +125,58 @@ def test_fit_follows_frequencies():
     assert weights[1] == 0
     logits = rows[[0, -1]] @ weights + intercept
     assert 1 / (1 + np.exp(-logits)) == pytest.approx([0.25, 0.75], abs=0.03)
+
+
+def test_threshold_balances_both_errors():
+    served = np.array([0.3, 0.6, 0.7, 0.8, 0.9])
+    hidden = np.array([0.1, 0.2, 0.4, 0.5, 0.75])
+    general = np.array([0.0, 0.05])
+
+    threshold = balance(served, [hidden, general])
+
+    # It refuses 1/5 of the served, and answers 2/5 of the hidden and no general request. A lower
+    # one would answer 3/5 of the hidden, and a higher one would not refuse less.
+    assert threshold == pytest.approx(0.45)
+
+
+def test_threshold_lies_between_separable_requests():
+    threshold = balance(np.array([0.8, 0.9]), [np.array([0.1, 0.2])])
+
+    assert threshold == pytest.approx(0.5)
+
+
+def test_threshold_refuses_something():
+    threshold = balance(np.array([0.1, 0.2]), [np.array([0.8, 0.9])])
+
+    assert threshold > 0.1
+
+
+def test_general_requests_are_distinct():
+    requests = [query.text for query in read_unserved(GENERAL_REQUESTS)]
+
+    assert len(set(requests)) == len(requests) == 200
+    assert sum(any("\u4e00" <= char <= "\u9fff" for char in text) for text in requests) >= 40
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"weights": (1.0,)},
+        {"weights": (1.0,) * 9},
+        {"weights": (1.0, 2.0, -0.5)},
+        {"weights": (1.0, 2.0, 1e308)},
+        {"weights": (1.0, 2.0, float("nan"))},
+        {"intercept": 1e308},
+        {"threshold": 1.5},
+        {"threshold": -0.1},
+        {"least": ()},
+        {"least": (0.5, 0.5)},
+        {"miss": 2.0},
+    ],
+)
+def test_unusable_calibrator_is_refused(changes):
+    with raises("invalid-setting"):
+        validate(Calibrator, CALIBRATOR.model_dump() | changes, "calibrator")
 
 
 @pytest.mark.parametrize(
@@ -219,6 +286,94 @@ def test_calibration_scores_all_queries(calibration):
     assert summary["risk_coverage"][-1][0] == 1
 
 
+def test_few_queries_are_warned_of(folders, tmp_path):
+    outcome = succeeds(*calibrate(folders, tmp_path / "out"))
+
+    assert "16 queries to calibrate with; at least 100 are advised" in " ".join(outcome.err.split())
+
+
+def test_threshold_of_zero_is_warned_of(folders, tmp_path):
+    outcome = succeeds(*calibrate(folders, tmp_path / "out", "answered=0.99"))
+
+    assert "the threshold is 0" in " ".join(outcome.err.split())
+
+
+def test_unserved_requests_change_the_fit(folders, calibration, tmp_path):
+    succeeds(*calibrate(folders, tmp_path / "out", "answered=0.6"))
+
+    without = json.loads((tmp_path / "out" / "calibration.json").read_text())
+    with_file = json.loads((calibration[0] / "calibration.json").read_text())
+    assert without["calibrator"]["weights"] != with_file["calibrator"]["weights"]
+
+
+def test_number_of_queries_is_limited(folders, tmp_path):
+    outcome = succeeds(*calibrate(folders, tmp_path / "out", "max_queries=12"), "--json")
+
+    assert json.loads(outcome.out)["num_queries"] == 12
+
+
+def test_passages_of_queries_are_masked(folders, tmp_path):
+    """Queries cut from skills must not find their own words in these skills."""
+    masked = tmp_path / "masked"
+    skills = [replace(skill, body="x") for skill in read_pool(folders / "skills")]
+    write_table(skills, SKILLS, masked)
+
+    outcome = succeeds(*calibrate(folders, tmp_path / "out", f"masked_pool={masked}"), "--json")
+
+    masked_summary = json.loads(outcome.out)
+    plain = json.loads(succeeds(*calibrate(folders, tmp_path / "plain"), "--json").out)
+    assert masked_summary["right"] != plain["right"]
+
+
+def test_router_with_other_skills_leaves_the_first_alone(router):
+    skills = [skill for skill in router.skills.values() if "contract" not in skill.skill_id]
+
+    other = router.with_skills(skills)
+
+    assert len(other.skills) == len(router.skills) - 1
+    assert other.trace("merge pdf files").ranking[0][0] == "documents/pdf-merge"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("rankers", ["dense"]), ("rankers", ["fuse"]), ("weights", [1.0])]
+)
+def test_calibration_that_cannot_be_applied_is_refused(folders, calibration, tmp_path, key, value):
+    file = tmp_path / "calibration" / "calibration.json"
+    shutil.copytree(calibration[0], file.parent)
+    values = json.loads(file.read_text())
+    values["calibrator"][key] = value
+    file.write_text(json.dumps(values))
+
+    outcome = skilltrain("index", f"calibration={file.parent}", f"out={folders}/router")
+
+    assert outcome.code == 2
+    assert "calibrat" in outcome.error_line
+
+
+def test_changed_calibration_of_router_is_refused(router_folder, tmp_path):
+    folder = shutil.copytree(router_folder, tmp_path / "router")
+    (file,) = folder.glob("index-*/index.json")
+    values = json.loads(file.read_text())
+    values["calibration"]["calibrator"]["rankers"] = ["dense"]
+    file.write_text(json.dumps(values))
+
+    with raises("damaged-router"):
+        Router.load(folder)
+
+
+def test_calibration_of_older_format_is_left_out(router_folder, tmp_path, capsys):
+    folder = shutil.copytree(router_folder, tmp_path / "router")
+    (file,) = folder.glob("index-*/index.json")
+    values = json.loads(file.read_text())
+    del values["calibration"]["format"]
+    file.write_text(json.dumps(values))
+
+    answer = Router.load(folder).route("merge pdf files")
+
+    assert answer.num_likely is None
+    assert "calibrate this router again" in capsys.readouterr().err
+
+
 def test_trace_leaves_out_skills(router):
     whole = router.trace("merge pdf files").ranking
 
@@ -283,7 +438,6 @@ def test_other_rankers_drop_calibration(folders, calibration, tmp_path):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("folds=99", "cannot be cut into 99 folds"),
         ("unserved={tmp}/text.jsonl", "text.jsonl, line 1: query: "),
         ("answered=1.5", "answered: must be less than 1"),
         ("split=nowhere", "holds no query of split 'nowhere'"),
@@ -317,13 +471,24 @@ def test_queries_of_one_skill_share_fold(golds, seed):
     try:
         folds = assign_folds(tasks_of(golds), 3, seed)
     except SkilltrainError as error:
-        assert "cannot be cut into 3 folds" in str(error)
+        assert error.code == "cannot-calibrate"
         return
 
-    assert set(folds.tolist()) == {0, 1, 2}
+    assert set(folds.tolist()) in ({0, 1}, {0, 1, 2})
     rows = list(zip(golds, folds, strict=True))
     for (gold, fold), (other_gold, other_fold) in itertools.combinations(rows, 2):
         assert fold == other_fold or not gold & other_gold
+
+
+def test_few_groups_make_few_folds():
+    folds = assign_folds(tasks_of([{1}, {2}, {2, 3}]), 5, seed=0)
+
+    assert sorted(folds.tolist()) in ([0, 0, 1], [0, 1, 1])
+
+
+def test_queries_for_one_skill_are_refused():
+    with raises("cannot-calibrate"):
+        assign_folds(tasks_of([{1}, {1}]), 5, seed=0)
 
 
 def test_cases_are_judged_by_other_folds():

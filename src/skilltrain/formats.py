@@ -56,5 +56,7 @@ CHECKPOINT = Format(number=1, oldest=1)
 """Format of state.json, in every checkpoint of a training run."""
 ROUTER = Format(number=1, oldest=1)
 """Format of index.json, in a router."""
+CALIBRATION = Format(number=1, oldest=1)
+"""Format of calibration.json. A calibration without a number has another feature of BM25."""
 MODEL = Format(number=1, oldest=0)
 """Format of skilltrain.json, in a model folder."""

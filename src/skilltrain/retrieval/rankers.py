@@ -1,5 +1,6 @@
 """Settings that all rankers share. A kind of ranker is a plug-in: a subclass of `RankerConfig`."""
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Self
@@ -155,3 +156,16 @@ def flatten_rankers(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
     for ranker in rankers:
         yield ranker
         yield from ranker.components
+
+
+def name_rankers(rankers: Iterable[RankerConfig]) -> dict[str, str]:
+    """Return a name of each ranker by its `key`, such as `dense`, and `dense 2` for the second."""
+    names: dict[str, str] = {}
+    num_by_label: Counter[str] = Counter()
+    for config in flatten_rankers(rankers):
+        if config.key in names:
+            continue
+        num_by_label[config.label] += 1
+        number = num_by_label[config.label]
+        names[config.key] = config.label if number == 1 else f"{config.label} {number}"
+    return names

@@ -8,13 +8,20 @@ and the lead. So probabilities fall with rank.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field, model_validator
 
 from skilltrain.config import Config
 from skilltrain.data.screening import Flag
+from skilltrain.formats import CALIBRATION
 from skilltrain.records import Ranking
+
+# Limits that keep the sum of weighted features finite.
+_MAX_WEIGHT = 1e12
+_MAX_INTERCEPT = 1e18
+Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -115,15 +122,21 @@ class Trace:
         return tuple(entries)
 
     def top_scores(self, rankers: Sequence[str]) -> list[float]:
-        """Return the best score of each ranker, as a share of its highest possible score."""
-        shares = []
+        """Return the best score of each ranker.
+
+        If the highest possible score depends on the task, the score is divided by its square root.
+        BM25 adds up words: the score itself grows with the length of a task, and its share of the
+        highest possible score falls with it. Only in between are tasks of all lengths comparable.
+        """
+        top_scores: list[float] = []
         for ranker in rankers:
             scores = [score for _, score in self.rankings_by_ranker[ranker]]
             top_score = max(scores, default=0.0)
             max_score = self.max_score_by_ranker.get(ranker, 1.0)
-            # The highest possible score of BM25 may be 0.
-            shares.append(top_score / max_score if max_score else top_score)
-        return shares
+            if max_score > 0:  # it is 0 for a task without words
+                top_score /= max_score**0.5
+            top_scores.append(top_score)
+        return top_scores
 
     def features(self, rankers: Sequence[str]) -> np.ndarray:
         """Return the features of each skill of the final ranking, [skill, feature].
@@ -153,11 +166,22 @@ class Calibrator(Config):
     """
 
     rankers: tuple[str, ...]
-    weights: tuple[float, ...]
-    intercept: float
-    threshold: float
+    weights: tuple[Annotated[float, Field(ge=0, le=_MAX_WEIGHT)], ...]
+    intercept: float = Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)
+    threshold: Probability
     least: tuple[float, ...]
-    miss: float
+    miss: Probability
+
+    @model_validator(mode="after")
+    def _one_value_for_each_feature(self) -> "Calibrator":
+        num_rankers = len(self.rankers)
+        if len(self.weights) != 2 + num_rankers:  # score, lead, and one for each ranker
+            problem = f"{num_rankers} rankers need {2 + num_rankers} weights"
+            raise ValueError(f"{problem}, and there are {len(self.weights)}")
+        if len(self.least) != num_rankers:
+            problem = f"{num_rankers} rankers need as many values of least"
+            raise ValueError(f"{problem}, and there are {len(self.least)}")
+        return self
 
     def probabilities(self, trace: Trace) -> np.ndarray:
         """Return the probability of each skill of the final ranking that it serves the task."""
@@ -187,10 +211,12 @@ class Calibration(Config):
         calibrator: Fitted calibrator.
         num_queries: Number of queries that it was fitted to.
         figures: Metrics of the calibration.
+        format: Number of the format. Features of another format have other values.
     """
 
     system: list[dict[str, Any]]
     models: dict[str, str]
     calibrator: Calibrator
-    num_queries: int
+    num_queries: int = Field(ge=1)
     figures: dict[str, Any]
+    format: int = CALIBRATION.number

@@ -1,7 +1,9 @@
 """Stage `calibrate`: fit a router's probabilities on queries that some skill serves, and on others.
 
 Each query is routed twice: over the whole pool, and without the skills that serve it and their
-copies. Every answer of the second time is wrong. All metrics are by cross-validation over queries.
+copies. Every answer of the second time is wrong. Further requests that no skill serves come with
+the package: small talk, follow-ups, changes of code and general questions. All metrics are by
+cross-validation over queries.
 """
 
 from collections import Counter
@@ -27,40 +29,60 @@ from skilltrain.serving.index import AllowedServers
 from skilltrain.serving.indexing import CALIBRATION_FILE
 from skilltrain.serving.router import Router
 from skilltrain.stage import Stage, Summary
-from skilltrain.terminal import track
+from skilltrain.tables import read_skills
+from skilltrain.terminal import say, track
 
+GENERAL_REQUESTS = Path(__file__).with_name("general_requests.jsonl")
+"""Requests that hardly any skill serves, which come with the package."""
+_ADVISED_QUERIES = 100  # with fewer, a share of .15 has an interval of more than ±.07
+# The threshold balances two errors, in the proportion of these shares.
+_MAX_REFUSED = 0.15  # of requests that some skill serves
+_MAX_FALSELY_ANSWERED = 0.2  # of requests that no skill serves
 _MAX_RANK = 3  # weights are fitted to these skills; lower ranks are hardly ever right
-_BELOW_ALL_SCORES = -1e9
 _L2 = 1e-2  # keeps weights finite if they can separate right answers from wrong ones
 _NUM_BINS = 10
 
+CaseKind = Literal["served", "hidden", "general", "unserved"]
+
 
 class Calibrate(Stage):
-    """Fit a router's probabilities, and the threshold below which no skill fits."""
+    """Teach a router when to answer that no skill fits. Needs queries it was not trained on."""
 
     example = "router=runs/router queries=runs/queries clusters=runs/clusters out=runs/calibration"
     result = (
-        "{num_queries} queries: {answered} answered, {falsely_answered} where no skill fits; "
-        "calibration error {calibration_error}"
+        "{num_queries} queries: {answered} answered, {falsely_answered} where no skill fits, and "
+        "{general} of general requests; calibration error {calibration_error}"
     )
     next_command = "index calibration={out} out={router}"
 
     stage: Literal["calibrate"]
     router: InputPath = Field(description="folder of the router")
     queries: InputPath = Field(
-        description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark"
+        description="folder with the QUERIES and JUDGEMENTS tables, or of a benchmark; at least "
+        f"{_ADVISED_QUERIES} queries are advised"
     )
     split: str | None = Field(
         default="dev", description="queries that no model was trained on; null for all"
+    )
+    max_queries: int | None = Field(
+        default=None, ge=1, description="number of queries to draw at random; null for all"
+    )
+    masked_pool: InputPath | None = Field(
+        default=None,
+        description="SKILLS without the passages that became queries, as synthesize writes it",
     )
     clusters: InputPath | None = Field(
         default=None, description="CLUSTERS of the pool: copies of gold count as right"
     )
     unserved: InputPath | None = Field(
-        default=None, description="JSON Lines of queries (key `query`) that no skill serves"
+        default=None, description="JSON Lines of further queries (key `query`) that no skill serves"
     )
-    answered: float = Field(
-        default=0.9, gt=0, lt=1, description="share of served tasks to answer: sets the threshold"
+    answered: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="share of served tasks to answer: sets the threshold; null balances tasks "
+        "that are wrongly refused and wrongly answered",
     )
     contained: float = Field(
         default=0.9,
@@ -68,8 +90,10 @@ class Calibrate(Stage):
         lt=1,
         description="share of served tasks whose likely skills hold a right one",
     )
-    folds: int = Field(default=5, ge=2, description="parts of the queries for cross-validation")
-    seed: Seed = Field(default=0, description="seed of the folds")
+    folds: int = Field(
+        default=5, ge=2, description="parts of the queries for cross-validation, at most"
+    )
+    seed: Seed = Field(default=0, description="seed of the folds, and of drawing queries")
     allow_servers: AllowedServers = ()
     out: Path = Field(
         description=f"folder to write: {CALIBRATION_FILE}, which the stage index takes in"
@@ -79,57 +103,75 @@ class Calibrate(Stage):
         """Write the calibration, and return its metrics.
 
         Raises:
-            SkilltrainError: The router lacks a gold skill, there are fewer groups of queries than
-                folds, or the router's first skill is never right.
+            SkilltrainError: The router lacks a gold skill, all queries have the same gold skill, or
+                the router's first skill is never right.
         """
         router = Router.load(self.router, self.allow_servers)
         assert router.index is not None
         record = router.index.record
-        benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
-        if self.clusters is not None:
-            gold_ids = set(_gold_ids(benchmark.tasks))
-            benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
+        tasks = self._read_tasks(router)
+        if len(tasks) < _ADVISED_QUERIES:
+            advice = f"at least {_ADVISED_QUERIES} are advised"
+            say(f"warning: {len(tasks)} queries to calibrate with; {advice}")
+        if self.masked_pool is not None:
+            router = _without_passages(router, tasks, self.masked_pool)
 
-        folds = assign_folds(benchmark.tasks, self.folds, self.seed)
-        cases = _route_cases(router, benchmark.tasks)
-        calibrator = fit_calibrator(cases, self)
-
-        # `cases` has two cases of each query, one after the other: routed over the pool with its
-        # right skills, and over the pool without them. Both are in the fold of the query.
-        case_folds = np.repeat(folds, 2)
-        metrics = _cross_validate(cases, case_folds, self)
+        # Route all requests. Both cases of a query are in the same fold.
+        task_folds = assign_folds(tasks, self.folds, self.seed)
+        cases = _route_tasks(router, tasks)
+        unserved_cases = _route_unserved(router, GENERAL_REQUESTS, "general")
         if self.unserved is not None:
-            traces = [router.trace(query.text) for query in read_unserved(self.unserved)]
-            metrics["unserved"] = share([calibrator.answers(trace) for trace in traces])
+            unserved_cases += _route_unserved(router, self.unserved, "unserved")
+        num_folds = task_folds.max() + 1
+        unserved_folds = np.arange(len(unserved_cases)) % num_folds
+        unserved_folds = np.random.default_rng(self.seed).permutation(unserved_folds)
+        cases += unserved_cases
+        case_folds = np.concatenate([np.repeat(task_folds, 2), unserved_folds])
 
+        calibrator = fit_calibrator(cases, self)
+        if calibrator.threshold == 0:
+            say("warning: the threshold is 0, because the queries are too few for this `answered`")
+        metrics = _cross_validate(cases, case_folds, self)
         calibration = Calibration(
             system=record.rankers,
             models=record.models,
             calibrator=calibrator,
             figures=metrics,
-            num_queries=len(benchmark.tasks),
+            num_queries=len(tasks),
         ).model_dump(mode="json")
         write_json(out / CALIBRATION_FILE, calibration)
         json_metrics = calibration["figures"]  # `metrics` with values of JSON, such as lists
-        return {"num_queries": len(benchmark.tasks), **json_metrics}
+        return {"num_queries": len(tasks), **json_metrics}
+
+    def _read_tasks(self, router: Router) -> list[Task]:
+        """Read the queries, and draw `max_queries` of them in their order."""
+        benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
+        if self.clusters is not None:
+            gold_ids = set(_gold_ids(benchmark.tasks))
+            benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
+        tasks = benchmark.tasks
+        drawn = np.random.default_rng(self.seed).permutation(len(tasks))[: self.max_queries]
+        return [tasks[position] for position in sorted(drawn.tolist())]
 
 
 class Case(NamedTuple):
-    """A routed query.
+    """A routed request.
 
     Attributes:
         trace: Rankings of the router.
-        is_right: [skill] Whether each skill of the final ranking serves the query.
-        is_served: Whether the pool holds a skill that serves the query.
+        is_right: [skill] Whether each skill of the final ranking serves the request.
+        kind: `served`: a query, with a skill in the pool that serves it. `hidden`: a query, without
+            the skills that serve it. `general`: a request of `GENERAL_REQUESTS`. `unserved`: a
+            request that the user has found to be served by no skill.
     """
 
     trace: Trace
     is_right: np.ndarray
-    is_served: bool
+    kind: CaseKind
 
     @property
     def first_is_right(self) -> bool:
-        """Whether the first skill serves the query."""
+        """Whether the first skill serves the request."""
         return any(self.is_right[:1])
 
 
@@ -138,29 +180,58 @@ def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
     return chain.from_iterable(task.relevance.gold for task in tasks)
 
 
-def _route_cases(router: Router, tasks: Sequence[Task]) -> list[Case]:
+def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) -> Router:
+    """Return a router whose gold skills lack the passages that became queries.
+
+    With these passages the queries would be far easier than requests of users.
+
+    Args:
+        router: Router over the whole skills.
+        tasks: Queries and their gold skills.
+        masked_pool: SKILLS table without the passages.
+    """
+    masked_skills = {skill.skill_id: skill for skill in read_skills(masked_pool)}
+    skills = dict(router.skills)
+    for skill_id in _gold_ids(tasks):
+        skills[skill_id] = masked_skills.get(skill_id, skills[skill_id])
+    return router.with_skills([*skills.values()])
+
+
+def _route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
-    cases = []
+    kinds: tuple[CaseKind, ...] = ("served", "hidden")
+    cases: list[Case] = []
     for task in track(tasks, "routing", len(tasks)):
         # All skills that serve the query.
         relevance = task.relevance
         right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
         right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
 
-        for is_served in (True, False):
-            excluded_ids = () if is_served else right_ids
+        for kind in kinds:
+            excluded_ids = right_ids if kind == "hidden" else ()
             trace = router.trace(task.query.text, without=excluded_ids)
             is_right = [skill_id in right_ids for skill_id, _ in trace.ranking]
-            cases.append(Case(trace, np.array(is_right, dtype=bool), is_served))
+            cases.append(Case(trace, np.array(is_right, dtype=bool), kind))
+    return cases
+
+
+def _route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
+    """Route requests of a file that no skill serves."""
+    cases: list[Case] = []
+    for query in read_unserved(file):
+        trace = router.trace(query.text)
+        cases.append(Case(trace, np.zeros(len(trace.ranking), dtype=bool), kind))
     return cases
 
 
 def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
+    General requests that the router finds a skill for, as surely as for an average query, are left
+    out: the pool may well have a skill for some of them.
+
     Args:
-        cases: Routed queries. The probabilities are fitted to all queries. The limits are fitted
-            only to queries for which the pool has a right skill.
+        cases: Routed requests.
         config: Settings of the stage.
 
     Raises:
@@ -170,66 +241,104 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
+    calibrator = _fit_probabilities(cases)
+    served = [_confidence(calibrator, case) for case in cases if case.kind == "served"]
+    average = float(np.median(served))
+    clear_cases: list[Case] = []
+    for case in cases:
+        if case.kind != "general" or _confidence(calibrator, case) < average:
+            clear_cases.append(case)
+    return _fit_limits(_fit_probabilities(clear_cases), clear_cases, config)
+
+
+def _confidence(calibrator: Calibrator, case: Case) -> float:
+    """Return the probability of the best skill, or 0 without a skill."""
+    return float(max(calibrator.probabilities(case.trace), default=0.0))
+
+
+def _fit_probabilities(cases: Sequence[Case]) -> Calibrator:
+    """Fit the probabilities of a router. The limits of the calibrator do not refuse any request."""
     # A row is one of the first skills of a ranking. Lower ranks do not count.
     rankers = tuple(cases[0].trace.rankings_by_ranker)
     features = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
     labels = [case.is_right[:_MAX_RANK] for case in cases]
     rows = np.concatenate(features)  # [row, feature]
     weights, intercept = fit_logistic(rows, np.concatenate(labels))
-
-    # Begin with limits that refuse no query: the lowest probability of the best skill is 0, no
-    # ranker has a lowest score yet (`least`), and a likely skill may be wrong for certain (`miss`).
-    unlimited = Calibrator(
+    return Calibrator(
         rankers=rankers,
         weights=tuple(weights.tolist()),
         intercept=intercept,
         threshold=0.0,
-        least=(),
+        least=(0.0,) * len(rankers),
         miss=1.0,
     )
-    served_cases = [case for case in cases if case.is_served]
-    return _fit_limits(unlimited, served_cases, config)
 
 
 def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Return the calibrator with its limits `threshold`, `least` and `miss`.
 
-    A query is answered if its best skill has at least the probability `threshold`, and if the best
-    score by each ranker is at least this ranker's limit in `least`. A skill is in the likely set if
-    its probability to be wrong is at most `miss`.
+    A request is answered if its best skill has at least the probability `threshold`, and if no
+    ranker finds it less similar to all skills than any served query (`least`). A skill is in the
+    likely set if its probability to be wrong is at most `miss`.
 
     Args:
         calibrator: Calibrator with fitted probabilities and without limits.
-        cases: Queries that some skill serves.
-        config: `answered` is the share of these queries that the router is to answer. `contained`
-            is the share of these queries whose likely set is to hold a right skill.
+        cases: Routed requests.
+        config: `answered` is the share of the served queries that the router is to answer.
+            `contained` is the share of them whose likely set is to hold a right skill.
     """
-    best_probabilities = []  # of any skill, by query
-    best_right_probabilities = []  # of a right skill, by query
-    for case in cases:
-        probabilities = calibrator.probabilities(case.trace)
-        best_probabilities.append(max(probabilities, default=0.0))
-        best_right_probabilities.append(max(probabilities[case.is_right], default=0.0))
-    # [query, ranker]
-    top_scores = np.array([case.trace.top_scores(calibrator.rankers) for case in cases])
+    confidence = np.array([_confidence(calibrator, case) for case in cases])  # [case]
+    kinds = np.array([case.kind for case in cases])  # [case]
+    is_served = kinds == "served"
+    is_hidden = kinds == "hidden"
+    if config.answered is None:
+        is_unserved = ~is_served & ~is_hidden  # general requests, and those of the user
+        unserved = [confidence[rows] for rows in (is_hidden, is_unserved) if rows.any()]
+        threshold = balance(confidence[is_served], unserved)
+    else:
+        threshold = bound(confidence[is_served], config.answered)
 
-    # The share 1 - answered of the queries may be refused. It is divided equally among `threshold`
-    # and the limits in `least`.
-    num_limits = 1 + len(calibrator.rankers)
-    refused_by_each = (1 - config.answered) / num_limits
-    reached_share = 1 - refused_by_each  # share of the queries that reach one limit
-
-    # `bound(values, x)` is the limit that the share x of the values reaches.
-    threshold = bound(np.array(best_probabilities), reached_share)
-    lowest_scores = [bound(scores, reached_share, _BELOW_ALL_SCORES) for scores in top_scores.T]
+    top_scores: list[list[float]] = []  # [served query, ranker]
+    best_right_probabilities: list[float] = []  # [served query]
+    for case in compress(cases, is_served):
+        top_scores.append(case.trace.top_scores(calibrator.rankers))
+        right_probabilities = calibrator.probabilities(case.trace)[case.is_right]
+        best_right_probabilities.append(max(right_probabilities, default=0.0))
     lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
     return calibrator.model_copy(
         update={
             "threshold": threshold,
-            "least": tuple(lowest_scores),
+            "least": tuple(np.min(top_scores, axis=0).tolist()),
             "miss": 1 - lowest_likely_probability,  # as a probability to be wrong
         }
     )
+
+
+def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
+    """Return the threshold that balances requests wrongly refused and wrongly answered.
+
+    Of the two shares, each divided by the largest share that is acceptable, the larger one is as
+    small as possible.
+
+    Args:
+        served: [request] Confidence for requests that some skill serves.
+        unserved: Confidence for requests that no skill serves: an array for each kind. All kinds
+            count alike, however many requests they have.
+    """
+    values = np.unique(np.concatenate([served, *unserved]))  # ascending
+    if len(values) == 1:
+        return float(values[0])
+
+    best_threshold = 0.0
+    lowest_loss = np.inf
+    for threshold in (values[1:] + values[:-1]) / 2:  # between two neighbouring values
+        refused = np.mean(served < threshold)
+        falsely_answered = np.mean([np.mean(kind >= threshold) for kind in unserved])
+        loss = max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED)
+        if loss < lowest_loss:
+            best_threshold = float(threshold)
+            lowest_loss = loss
+    return best_threshold
 
 
 def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
@@ -274,27 +383,26 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
     return weights, float(values[-1] - mean @ weights)
 
 
-def bound(values: np.ndarray, level: float, lowest: float = 0.0) -> float:
+def bound(values: np.ndarray, level: float) -> float:
     """Return the lower bound that the value of a new query reaches with the probability `level`.
 
     The probability is at least `level`. The bound is the (n + 1)(1 - level)-th lowest of the n
-    values. Source: split conformal prediction
-    (Angelopoulos and Bates 2021, section 1).
+    values, or 0 if there are too few. Source: split conformal prediction (Angelopoulos and Bates
+    2021, section 1).
 
     Args:
         values: [query] Values of earlier queries.
         level: Probability between 0 and 1.
-        lowest: Bound if there are too few values for `level`.
     """
     rank = floor((len(values) + 1) * (1 - level) + 1e-9)  # rounding may make .1 · 10 less than 1
-    return float(np.sort(values)[rank - 1]) if rank else lowest
+    return float(np.sort(values)[rank - 1]) if rank else 0.0
 
 
 def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate) -> dict[str, Any]:
     """Return metrics of calibrators on the cases that they were not fitted on.
 
     Args:
-        cases: Routed queries.
+        cases: Routed requests.
         folds: [case] Fold of each case.
         config: Settings of the stage.
 
@@ -302,47 +410,54 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         Metrics by name.
 
         - Over all cases: `calibration_error` and `risk_coverage`.
-        - Over cases that no skill serves: the share that is answered (`falsely_answered`).
+        - Shares of wrongly answered requests: of queries whose skills are hidden
+          (`falsely_answered`), of general requests (`general`), and of the user's requests that no
+          skill serves, if there are any (`unserved`).
         - Over cases that some skill serves: the share whose first skill is right (`right`), the
           share that is answered (`answered`), the share of right first skills among the answered
           cases (`right_if_answered`), the share whose likely set holds a right skill (`contained`),
           and the mean size of the likely set (`num_likely`).
     """
     calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
-    pairs = list(zip(calibrators, [case.trace for case in cases], strict=True))
+    pairs = list(zip(calibrators, cases, strict=True))
 
     # One value for each case.
-    served = np.array([case.is_served for case in cases])
+    kinds = np.array([case.kind for case in cases])
     right = np.array([case.first_is_right for case in cases])
-    answered = np.array([calibrator.answers(trace) for calibrator, trace in pairs])
-    num_likely = np.array([calibrator.num_likely(trace) for calibrator, trace in pairs])
-    confidence = np.array(
-        [max(calibrator.probabilities(trace), default=0.0) for calibrator, trace in pairs]
-    )
+    answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
+    num_likely = np.array([calibrator.num_likely(case.trace) for calibrator, case in pairs])
+    confidence = np.array([_confidence(calibrator, case) for calibrator, case in pairs])
     contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
 
-    return {
+    served = kinds == "served"
+    metrics = {
         "right": share(right[served]),
         "answered": share(answered[served]),
-        "right_if_answered": share(right[served & answered]),
-        "falsely_answered": share(answered[~served]),
+        "falsely_answered": share(answered[kinds == "hidden"]),
+        "general": share(answered[kinds == "general"]),
         "contained": share(np.array(contained)[served]),
         "num_likely": float(num_likely[served].mean()),
         "calibration_error": calibration_error(confidence, right),
         "risk_coverage": risk_coverage(confidence, right),
     }
+    if any(served & answered):
+        metrics["right_if_answered"] = share(right[served & answered])
+    if "unserved" in kinds:
+        metrics["unserved"] = share(answered[kinds == "unserved"])
+    return metrics
 
 
 def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray:
     """Assign queries to folds. Queries that share a gold skill are in the same fold.
 
-    Groups of such queries go, in an order drawn by `seed`, to the fold with the fewest queries.
+    Groups of such queries go, in an order drawn by `seed`, to the fold with the fewest queries. If
+    there are fewer groups than folds, each group is a fold.
 
     Returns:
         The fold of each query, [query].
 
     Raises:
-        SkilltrainError: There are fewer groups than folds.
+        SkilltrainError: There is only one group.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
@@ -355,12 +470,11 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
     groups = [linked[skill_id] for skill_id in first_ids]  # [query]
 
     num_queries_by_group = Counter(groups)
-    if len(num_queries_by_group) < num_folds:
-        problem = (
-            f"{len(tasks)} queries for {len(num_queries_by_group)} unrelated gold skills cannot be "
-            f"cut into {num_folds} folds"
-        )
-        raise SkilltrainError("cannot-calibrate", problem, fix="give fewer folds, or more queries")
+    num_folds = min(num_folds, len(num_queries_by_group))
+    if num_folds < 2:
+        problem = f"all {len(tasks)} queries are for the same skills"
+        fix = "give queries for other skills"
+        raise SkilltrainError("cannot-calibrate", problem, fix=fix)
 
     # Each group goes to the fold that is the smallest so far.
     shuffled_groups = np.random.default_rng(seed).permutation([*num_queries_by_group])

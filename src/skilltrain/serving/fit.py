@@ -2,13 +2,14 @@
 
 1. A router without training is made first, because it takes little time. It adds the scores of
    BM25, of the base encoder over names and descriptions, and of the base encoder over whole skills.
+   It is calibrated, so that it can say that no skill fits.
 2. An encoder is trained. On queries that were held out, the trained router is compared with the
-   untrained one. It takes over only if it is better.
-3. The router is calibrated, so that it can say that no skill fits.
+   untrained one. It takes over only if it is better, and is calibrated then.
 
 benchmarks/README.md has the measurements behind the weights of the rankers.
 """
 
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,7 @@ from skilltrain.data.queries import check_query_files
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
 from skilltrain.runs import run_stage, run_state
-from skilltrain.serving.index import POINTER
+from skilltrain.serving.index import POINTER, Index
 from skilltrain.stage import Summary, parse_recipe
 from skilltrain.tables import QUERIES, read_table
 from skilltrain.terminal import say
@@ -34,6 +35,7 @@ MIN_SKILLS = 21
 UNTRAINED = "untrained router"
 TRAINED = "router"
 _MAX_P = 0.05  # a difference with a higher p-value may be chance
+_MAX_CUT_QUERIES = 150  # to calibrate with; their skills are encoded again, without the passages
 _DEV_SHARE = 0.2  # of given queries without a split
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
@@ -105,6 +107,7 @@ class _StepRunner:
     """Runs the steps of `fit` by their names, and writes their recipes."""
 
     def __init__(self, config: FitConfig) -> None:
+        self.folder = config.out
         self._recipes = recipes_of(config)
         self._folder = config.out / "recipes"
         for leftover in self._folder.glob(".*.partial"):  # of a run that was killed
@@ -147,6 +150,8 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     if not has_router:
         runner.run("untrained")
         say(f"this router answers already: skilltrain route --router {config.out} 'a task'")
+    if not has_router or not config.train:
+        _calibrate(runner, "calibration")
     if not config.train:
         return result
     if num_skills < MIN_SKILLS:
@@ -175,7 +180,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     # Put the better router into the folder. If the untrained one is there already, the step
     # `untrained` changes nothing.
     runner.run("trained" if comparison.is_better else "untrained")
-    _calibrate(runner)
+    _calibrate(runner, "trained_calibration" if comparison.is_better else "calibration")
     return result
 
 
@@ -191,16 +196,28 @@ def compare_routers(report: Path) -> RouterComparison:
     raise SkilltrainError("not-comparable", "does not compare the two routers", where=report)
 
 
-def _calibrate(runner: _StepRunner) -> None:
-    """Calibrate the router. If the held-out queries are too few for this, print a message."""
-    try:
-        runner.run("calibration")
-    except SkilltrainError as error:
-        if error.code != "cannot-calibrate":
-            raise
-        say(f"the router is not calibrated, and answers every task: {error}")
+def _calibrate(runner: _StepRunner, step: str) -> None:
+    """Calibrate the router, unless it has a calibration.
+
+    A message is printed if the skills are too few for this, or have no passage that can be a query.
+
+    Args:
+        runner: Runner of the steps.
+        step: `trained_calibration` for a router with a trained encoder, else `calibration`.
+    """
+    router = runner.folder
+    if Index.open(router).record.calibration is not None:
         return
-    runner.run("calibrated")
+    shutil.rmtree(router / step, ignore_errors=True)  # of an earlier state of the router
+    try:
+        runner.run("queries")
+        runner.run(step)
+    except SkilltrainError as error:
+        if error.code not in ("cannot-calibrate", "nothing-generated"):
+            raise
+        say(f"warning: the router is not calibrated, and answers every task: {error}")
+        return
+    runner.run(step.replace("calibration", "calibrated"))
 
 
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
@@ -245,6 +262,9 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         TRAINED: _trained_rankers(encoder),
     }
     index = {"stage": "index", "pool": pool, "out": str(out)}
+    calibrate: Recipe = {"stage": "calibrate", "router": str(out), "queries": queries}
+    if _cuts_queries(config):
+        calibrate |= {"masked_pool": queries, "max_queries": _MAX_CUT_QUERIES}
     steps: dict[str, Recipe] = {
         "pool": {
             "stage": "pool",
@@ -254,6 +274,9 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         },
         "untrained": index | {"rankers": systems[UNTRAINED]},
         "queries": _query_recipe(config, pool),
+        # No model was trained on any query, so all splits are used.
+        "calibration": calibrate | {"split": None},
+        "calibrated": _add_calibration(out, "calibration"),
         **list_steps(inputs, model, out, _FIT_QUOTAS, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
         "report": {
@@ -264,15 +287,16 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
         },
         "trained": index | {"rankers": systems[TRAINED]},
-        "calibration": {"stage": "calibrate", "router": str(out), "queries": queries},
-        "calibrated": {
-            "stage": "index",
-            "calibration": str(out / "calibration"),
-            "out": str(out),
-        },
+        "trained_calibration": calibrate,
+        "trained_calibrated": _add_calibration(out, "trained_calibration"),
     }
     # A recipe with an `out` of its own keeps it.
     return {step: {"out": str(out / step), **recipe} for step, recipe in steps.items()}
+
+
+def _add_calibration(out: Path, step: str) -> Recipe:
+    """Return the recipe that adds the calibration of a step to the router."""
+    return {"stage": "index", "calibration": str(out / step), "out": str(out)}
 
 
 def _query_recipe(config: FitConfig, pool: str) -> Recipe:

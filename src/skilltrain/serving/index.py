@@ -42,8 +42,9 @@ from skilltrain.formats import ROUTER as ROUTER_FORMAT
 from skilltrain.models.loading import model_fingerprint
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
-from skilltrain.retrieval.rankers import RankerConfig, flatten_rankers
+from skilltrain.retrieval.rankers import RankerConfig, flatten_rankers, name_rankers
 from skilltrain.serving.answer import Calibration
+from skilltrain.terminal import say
 from skilltrain.version import __version__
 
 POINTER = "router.json"
@@ -133,6 +134,7 @@ class IndexRecord(Config):
             models[stored_path(source)] = model_fingerprint(source)
         if calibration:
             has_same_rankers = calibration.system == rankers
+            has_same_rankers &= _knows_rankers(system, calibration)
             if not has_same_rankers or calibration.models != models:
                 calibration = None
 
@@ -354,6 +356,10 @@ def _load_generation(folder: Path) -> Index:
     stamp = file_stamps(folder)
     values = read_json(record_file)
     ROUTER_FORMAT.check(values, folder, _MAKE_AGAIN)
+    calibration = values.get("calibration")
+    if isinstance(calibration, dict) and "format" not in calibration:
+        say(f"{folder.parent}: calibrate this router again; its calibration is too old to be used")
+        values["calibration"] = None
     record = validate(IndexRecord, values, record_file)
     for name, size in record.files.items():
         file = path_inside(folder, name, record_file)
@@ -365,6 +371,8 @@ def _load_generation(folder: Path) -> Index:
     # Load the skills, and what each ranker has stored about them.
     router = folder.parent
     system = record.system(router)
+    if record.calibration and not _knows_rankers(system, record.calibration):
+        raise ValueError("its calibration is of other rankers")
     sources: list[Path] = []
     roots: list[Path | None] = []  # [skill]
     for name, num_skills in record.sources.items():
@@ -388,6 +396,15 @@ def _load_generation(folder: Path) -> Index:
 
     pool = Path(_from_stored_path(router, record.pool))
     return Index(system, skills, sources, pool, folder, record, keys, stored_parts, stamp)
+
+
+def _knows_rankers(system: SystemConfig, calibration: Calibration) -> bool:
+    """Return whether a system has all rankers whose scores a calibration uses."""
+    names = name_rankers(system.rankers)
+    # A ranker that only fuses others has no scores of its own in a trace.
+    scoring = [ranker for ranker in flatten_rankers(system.rankers) if not ranker.components]
+    known_names = {names[ranker.key] for ranker in scoring}
+    return known_names.issuperset(calibration.calibrator.rankers)
 
 
 def _damage(folder: Path, error: Exception) -> SkilltrainError:

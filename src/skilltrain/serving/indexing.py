@@ -21,6 +21,7 @@ from skilltrain.files import (
     staged_folder,
     write_json,
 )
+from skilltrain.formats import CALIBRATION as CALIBRATION_FORMAT
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
@@ -87,7 +88,9 @@ class BuildIndex(Stage):
         calibration = None
         if self.calibration is not None:
             file = self.calibration / CALIBRATION_FILE
-            calibration = validate(Calibration, read_json(file), file)
+            values = read_json(file)
+            CALIBRATION_FORMAT.check(values, file, "run skilltrain calibrate again")
+            calibration = validate(Calibration, values, file)
         return write_index(out, system, contents, {}, calibration)
 
     def dry_run(self) -> Summary:

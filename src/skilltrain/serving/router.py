@@ -3,7 +3,6 @@
 A router has a pool and rankers over it. It is opened once and answers any number of tasks.
 """
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -21,7 +20,7 @@ from skilltrain.retrieval.cascade import system_of
 from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
-from skilltrain.retrieval.rankers import flatten_rankers
+from skilltrain.retrieval.rankers import flatten_rankers, name_rankers
 from skilltrain.serving.answer import Answer, Calibrator, Explanation, RoutedSkill, Trace
 from skilltrain.serving.index import Contents, Index, RouterState, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
@@ -230,6 +229,15 @@ class Router:
         """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
         return self._current.trace(_query(task), _MIN_DEPTH, without)
 
+    def with_skills(self, skills: Sequence[Skill]) -> "Router":
+        """Return a router over other skills, in memory only. It shares the models of this one."""
+        current = self._current
+        skills_by_id = {skill.skill_id: skill for skill in skills}
+        state = RouterState(current.state.system, skills_by_id)
+        router = Router.__new__(Router)
+        router._current = _open(state, current.models)
+        return router
+
     def update(self, skills: Any) -> dict[str, int]:
         """Replace the skills of this router and of its folder. Only new texts are encoded.
 
@@ -294,27 +302,18 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
             index.check_models()
     check_rankers(state.system)
 
-    labels: dict[str, str] = {}
     rankers: dict[str, Ranker] = {}
-    num_by_label: Counter[str] = Counter()
     for config in flatten_rankers(state.system.rankers):
         key = config.key
-        if key in labels:
-            continue
-
-        # Make the labels unique: the second ranker with the label `dense` is called `dense 2`.
-        num_by_label[config.label] += 1
-        number = num_by_label[config.label]
-        labels[key] = config.label if number == 1 else f"{config.label} {number}"
-
-        if config.components:
-            continue  # it only fuses other rankers, and there is nothing to open
+        if key in rankers or config.components:
+            continue  # it is open already, or it only fuses other rankers
         model = open_model(config, models, router_folder)
         if key in stored_parts:
             ranker = model.over(state.skills, stored_parts[key])
         else:
             ranker = model.over(state.skills)
         rankers[key] = _remember_vectors(ranker)
+    labels = name_rankers(state.system.rankers)
     return _OpenPool(state, index, labels, rankers, models)
 
 

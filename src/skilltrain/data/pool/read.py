@@ -50,8 +50,7 @@ def read_pool(source: Any) -> list[Skill]:
     """Read skills, and check that their ids are unique.
 
     Exact copies of a skill, and files and rows of a file that are no skill, are left out. A message
-    says how many they are, and why. Equal skills with different
-    ids are all kept.
+    says how many they are, and why. Equal skills with different ids are all kept.
 
     Args:
         source: A folder of SKILL.md files, the folder or file of a SKILLS table, another source of
@@ -156,8 +155,7 @@ def _skill_files(root: Path, skill_id: str) -> Iterator[Path]:
 def _skills_of_rows(rows: list[Any]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids. Skills are returned as they are.
 
-    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different ids are
-    kept.
+    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different ids are kept.
 
     Args:
         rows: Rows, as values by column, or skills.
