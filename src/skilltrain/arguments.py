@@ -46,7 +46,7 @@ def rows_of(source: Any, name: str) -> list[Any]:
     if pandas is None or not isinstance(source, pandas.DataFrame):
         return list(source)
     frame: Any = source
-    content = frame.to_json(orient="records", date_format="iso")
+    content = frame.to_json(orient="records", date_format="iso", double_precision=15)
     rows: list[Any] = []
     for row in json.loads(content):
         rows.append({column: value for column, value in row.items() if value is not None})
