@@ -134,12 +134,16 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
     Returns:
         Summary with the cost and the metrics of the router.
 
+    Raises:
+        SkilltrainError: An argument is wrong, or a step fails.
+
     >>> fit("my_skills", "runs/router")["num_skills"]
     176
     """
     out = path_of(out, "out")
     is_list = isinstance(queries, list | tuple)
-    if not (is_list and all(isinstance(item, Path | str) for item in queries)):
+    are_files = is_list and all(isinstance(item, Path | str) for item in queries)
+    if not are_files:  # one file, or a table
         queries = [_file_of(queries, "queries", out)]
     skills = _file_of(skills, "skills", out)
     values = {"skills": skills, "out": out, "queries": queries, **settings}
@@ -156,7 +160,7 @@ def _file_of(table: Any, name: str, out: Path) -> Path | str:
     """
     if isinstance(table, Path | str):
         return table
-    rows = to_jsonable_python(rows_of(table, name), exclude_none=True, fallback=str)
+    rows = to_jsonable_python(rows_of(table, name), fallback=str)
     file = out / f"{name}.jsonl"
     write_jsonl(file, rows)
     return file
