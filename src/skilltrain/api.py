@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
-from skilltrain.arguments import path_of, plain_settings, rows_of
+from skilltrain.arguments import path_of, rows_of
 from skilltrain.config import apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
@@ -260,5 +260,6 @@ def export_model(
 def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
     """Return the stage of a recipe, with overrides `key=value` applied."""
     if isinstance(recipe, Mapping):
-        return parse_recipe(apply_overrides(plain_settings(recipe), settings), "recipe")
+        values = to_jsonable_python(dict(recipe), fallback=str)  # paths become texts
+        return parse_recipe(apply_overrides(values, settings), "recipe")
     return parse_recipe(load_recipe(path_of(recipe, "recipe"), settings), recipe)

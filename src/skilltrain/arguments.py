@@ -58,12 +58,3 @@ def wrong_argument(name: str, expected: str, value: Any) -> SkilltrainError:
     return SkilltrainError(
         "invalid-setting", f"must be {expected}, found {value!r:.60}", where=name
     )
-
-
-def plain_settings(value: Any) -> Any:
-    """Return nested settings with plain types, as a recipe file holds them. Paths become texts."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_settings(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_settings(item) for item in value]
-    return str(value) if isinstance(value, Path) else value
