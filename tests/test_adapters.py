@@ -2,6 +2,7 @@
 
 import copy
 import importlib.util
+import logging
 import signal
 from typing import NamedTuple
 
@@ -174,6 +175,14 @@ def test_only_targets_are_trained(open_encoder_of):
     layers = {name.partition(".lora_")[0].rpartition(".")[2] for name in sizes}
     assert layers == {"query", "dense"}
     assert sum(sizes.values()) == 2 * (2 * (32 + 32) + 2 * (32 + 64))
+
+
+def test_adapter_hides_warnings_of_bitsandbytes(open_encoder_of):
+    backbone = open_encoder_of("bert").backbone
+
+    add_adapter(backbone, AdapterConfig(rank=2))
+
+    assert not logging.getLogger("bitsandbytes.backends").isEnabledFor(logging.WARNING)
 
 
 @pytest.mark.parametrize(

@@ -166,6 +166,26 @@ def test_written_lists_are_read_back(tmp_path):
     assert read_table(file, LISTS).to_pylist() == lists
 
 
+def test_data_frame_is_read_back(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    lists = [LIST, LIST | {"query_id": "q2", "teacher_scores": None}]
+
+    file = write_table(pandas.DataFrame(lists), LISTS, tmp_path)
+
+    rows = read_table(file, LISTS).to_pylist()
+    assert rows == [{"teacher_scores": None} | row for row in lists]
+
+
+def test_table_of_pandas_names_remedy(tmp_path):
+    pandas = pytest.importorskip("pandas")
+    pandas.DataFrame([QUERY]).to_parquet(tmp_path / "queries.parquet")
+
+    with raises("wrong-columns") as error:
+        read_table(tmp_path, QUERIES)
+
+    assert "write_table(rows, QUERIES, FOLDER)" in error.value.fix
+
+
 def test_written_records_are_read_back(tmp_path):
     skills = [Skill("a", "n", "d", "b"), Skill("b", "n", "", "", "c", "en", "s", "MIT")]
     queries = [Query("q", "t", "multi", "test", "dev")]

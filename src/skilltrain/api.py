@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
-from skilltrain.arguments import path_of, plain_settings, rows_of
+from skilltrain.arguments import path_of, rows_of
 from skilltrain.config import apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
@@ -134,12 +134,16 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
     Returns:
         Summary with the cost and the metrics of the router.
 
+    Raises:
+        SkilltrainError: An argument is wrong, or a step fails.
+
     >>> fit("my_skills", "runs/router")["num_skills"]
     176
     """
     out = path_of(out, "out")
     is_list = isinstance(queries, list | tuple)
-    if not (is_list and all(isinstance(item, Path | str) for item in queries)):
+    are_files = is_list and all(isinstance(item, Path | str) for item in queries)
+    if not are_files:  # one file, or a table
         queries = [_file_of(queries, "queries", out)]
     skills = _file_of(skills, "skills", out)
     values = {"skills": skills, "out": out, "queries": queries, **settings}
@@ -156,7 +160,7 @@ def _file_of(table: Any, name: str, out: Path) -> Path | str:
     """
     if isinstance(table, Path | str):
         return table
-    rows = to_jsonable_python(rows_of(table, name), exclude_none=True, fallback=str)
+    rows = to_jsonable_python(rows_of(table, name), fallback=str)
     file = out / f"{name}.jsonl"
     write_jsonl(file, rows)
     return file
@@ -256,5 +260,6 @@ def export_model(
 def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
     """Return the stage of a recipe, with overrides `key=value` applied."""
     if isinstance(recipe, Mapping):
-        return parse_recipe(apply_overrides(plain_settings(recipe), settings), "recipe")
+        values = to_jsonable_python(dict(recipe), fallback=str)  # paths become texts
+        return parse_recipe(apply_overrides(values, settings), "recipe")
     return parse_recipe(load_recipe(path_of(recipe, "recipe"), settings), recipe)

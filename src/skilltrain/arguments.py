@@ -46,7 +46,7 @@ def rows_of(source: Any, name: str) -> list[Any]:
     if pandas is None or not isinstance(source, pandas.DataFrame):
         return list(source)
     frame: Any = source
-    content = frame.to_json(orient="records", date_format="iso")
+    content = frame.to_json(orient="records", date_format="iso", double_precision=15)
     rows: list[Any] = []
     for row in json.loads(content):
         rows.append({column: value for column, value in row.items() if value is not None})
@@ -58,12 +58,3 @@ def wrong_argument(name: str, expected: str, value: Any) -> SkilltrainError:
     return SkilltrainError(
         "invalid-setting", f"must be {expected}, found {value!r:.60}", where=name
     )
-
-
-def plain_settings(value: Any) -> Any:
-    """Return nested settings with plain types, as a recipe file holds them. Paths become texts."""
-    if isinstance(value, Mapping):
-        return {str(key): plain_settings(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain_settings(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -16,6 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from jaxtyping import Int64
 
+from skilltrain.arguments import rows_of
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import atomic_path
 from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
@@ -143,11 +144,15 @@ FLAGS = _spec(
 def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     """Make a checked table from rows.
 
+    Args:
+        rows: A DataFrame, or dicts or records.
+        spec: Declaration of the table.
+
     Raises:
         SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
     """
     mappings: list[Mapping[str, Any]] = []
-    for row in rows:
+    for row in rows_of(rows, f"table {spec.name}"):
         if not isinstance(row, Mapping):
             row = {name: getattr(row, name) for name in _stored_fields(row)}
         mappings.append(row)
@@ -217,9 +222,9 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     for field, expected in zip_longest(table.schema, spec.schema):
         if field is None or expected is None or field != expected:
             names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
-            raise SkilltrainError(
-                "wrong-columns", f"is not a {spec.name} table: it has {names}", where=where
-            )
+            problem = f"is not a {spec.name} table: it has {names}"
+            fix = f"write it with skilltrain.tables.write_table(rows, {spec.name.upper()}, FOLDER)"
+            raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
 
     # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):

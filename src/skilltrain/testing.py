@@ -40,6 +40,7 @@ def check_loss(loss: Loss) -> None:
         return loss(ScoredBatch(scores[cells], gains[cells], valid[cells], teacher_scores[cells]))
 
     total = loss_of(slice(3))
+    assert total.ndim == 0, "the loss is not a single number; return the sum over queries"
     (gradient,) = torch.autograd.grad(total, scores)
     assert gradient.isfinite().all(), "the loss or its gradient is not finite"
     assert not gradient[~valid].any(), "an invalid candidate has a gradient; use batch.valid"

@@ -5,6 +5,7 @@ in the 4-bit format NF4.
 """
 
 import importlib.util
+import logging
 from typing import Annotated, Any, Literal
 
 import torch
@@ -91,6 +92,8 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         SkilltrainError: The rank exceeds the width of every layer, which is the smaller number of
             its inputs and outputs. Or a target matches no layer.
     """
+    # peft imports bitsandbytes, which would warn about a kernel for 4 bits that is not needed.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)

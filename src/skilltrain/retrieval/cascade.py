@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 from pydantic import Field, model_validator
+from pydantic_core import to_jsonable_python
 
-from skilltrain.arguments import plain_settings, wrong_argument
+from skilltrain.arguments import wrong_argument
 from skilltrain.config import Config, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
@@ -54,10 +55,11 @@ def system_of(rankers: Any) -> SystemConfig:
     items = rankers if isinstance(rankers, list | tuple) else [rankers]
     configs: list[Any] = []
     for item in items:
-        if not isinstance(item, str | Mapping | RankerConfig):
+        if not isinstance(item, str | dict | RankerConfig):
             raise wrong_argument("rankers", "a list of rankers, each a dict or a name", item)
-        configs.append({"kind": item} if isinstance(item, str) else plain_settings(item))
-    return validate(SystemConfig, {"name": "route", "rankers": configs}, "rankers")
+        configs.append({"kind": item} if isinstance(item, str) else item)
+    values = to_jsonable_python(configs, fallback=str)  # paths become texts
+    return validate(SystemConfig, {"name": "route", "rankers": values}, "rankers")
 
 
 @dataclass(frozen=True)

@@ -339,6 +339,9 @@ class Training:
 
         Returns:
             The step's loss.
+
+        Raises:
+            SkilltrainError: The loss is no single number.
         """
         accelerator = self.accelerator
         # The model returns the sum over this rank's queries. The mean over all queries needs the
@@ -359,6 +362,10 @@ class Training:
             context = nullcontext() if is_synced else accelerator.no_sync(self.model)
             with context:
                 loss = self.model(batch) * loss_scale
+                if loss.ndim > 0:
+                    problem = f"returns a tensor of shape {tuple(loss.shape)}, not a number"
+                    fix = "return the sum over queries"
+                    raise SkilltrainError("unusable-plugin", problem, where="loss", fix=fix)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
 

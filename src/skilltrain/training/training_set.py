@@ -45,7 +45,9 @@ class ListsSource(Config):
         description="gain of each verdict: how far it lies from that of irrelevant counts",
     )
     max_lists: int | None = Field(
-        default=None, ge=1, description="use only so many first lists of each folder"
+        default=None,
+        ge=1,
+        description="use only so many lists of each folder, the first by query id",
     )
     held_out: InputPaths = Field(
         default=(), description="benchmarks whose queries and gold no list may hold"

@@ -137,10 +137,8 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
 
 def _split_files(folder: Path, split: str | None) -> list[Path]:
     """Return the file of a split in `folder`, or the files of all splits if it is None."""
-    files: dict[str, Path] = {}
-    for file in sorted(folder.glob("*")):
-        if file.suffix in (".tsv", ".jsonl"):
-            files[file.stem] = file
+    paths = [file for file in sorted(folder.glob("*")) if file.suffix in (".tsv", ".jsonl")]
+    files = {file.stem: file for file in paths}
     if not files:
         problem = "holds no judgements: no .tsv or .jsonl file"
         raise SkilltrainError("missing-table", problem, where=folder)
