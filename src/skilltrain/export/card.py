@@ -169,6 +169,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         results += _report_results(report, record.run or Path())
 
     # Variables of the template.
+    recipe = shareable(record.recipe)
     base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
@@ -181,7 +182,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         "fields": FIELDS_SEEN[record.settings.template.skill.fields],
         "inputs": _inputs(run_record),
         "provenance": run_record.get("provenance"),
-        "recipe_yaml": yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
+        "recipe_text": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
         "results": results,
         "summary_of": lambda folder: record_of(folder).get("summary", {}),
         "quoted": repr,

@@ -77,10 +77,8 @@ def export_run(
             model = open_model(staged, "meta")
             recipe = config.model_dump(mode="json")
             is_final_checkpoint = exported_checkpoint == final_checkpoint
-            card_checkpoint = None if is_final_checkpoint else exported_checkpoint
-            record = RunRecord(
-                model.settings, recipe, summary, card_checkpoint, form, run, model.network
-            )
+            exported = None if is_final_checkpoint else exported_checkpoint
+            record = RunRecord(model.settings, recipe, summary, exported, form, run, model.network)
             write_text(staged / "README.md", model_card(record, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": exported_checkpoint}
 
