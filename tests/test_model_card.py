@@ -184,8 +184,10 @@ def test_card_says_how_model_was_trained():
     assert "late interaction" not in model_card(record(EncoderSettings()))
 
 
-def test_base_model_may_be_given(tmp_path):
+def test_base_model_may_be_given(tmp_path, monkeypatch):
     base = save_bert(tmp_path / "first", reranker=False)
+    (tmp_path / "owner" / "minilm").mkdir(parents=True)  # a local folder of the same name
+    monkeypatch.chdir(tmp_path)
     published = Published(base_model="owner/minilm")
 
     card = model_card(record(EncoderSettings(), recipe={"model": {"source": str(base)}}), published)

@@ -41,7 +41,7 @@ _MODEL_CLASSES = {
     ),
     "CrossEncoder": _ModelClass("reranker", "text-ranking", ["cross-encoder", "reranker"]),
 }
-# Tags of models whose recipe has a setting.
+# Tag of models that were trained with a setting, by the key of the setting.
 _RECIPE_TAGS = {"adapter": "lora", "late_interaction": "late-interaction"}
 
 
@@ -172,6 +172,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     recipe = shareable(record.recipe)
     base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
+    data.base_model = published.base_model or data.base_model
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
     run_record = record_of(record.run) if record.run else {}
     variables = vars(record) | {
