@@ -190,7 +190,7 @@ def test_report_explains_copies(with_clusters):
     ]
     assert "Hit@1 (copies)" in page
     assert "Hit@1 (copies)" in markdown
-    assert page.count("copy of gold") == 2
+    assert page.count("copy of a gold skill") == 2
 
 
 @pytest.fixture
@@ -489,7 +489,7 @@ def test_pass_rates_need_skillsbench(analysed):
     [
         "Fixed and broken\n",
         "Stage by stage\n",
-        "Skills that a model sees whole\n",
+        "Skills that a model reads whole\n",
         "Latency\n",
         "Description length: Q1",
         "Structure of gold skills (n = 8) and others (n = 2)",
@@ -546,7 +546,7 @@ def test_best_score_separates_unserved_queries(topics):
     assert 0.5 < auc["mean"] <= 1
     assert auc["low"] <= auc["mean"] <= auc["high"]
     assert auc["n"] == 10
-    assert "(n = 8 and 2)" in (topics / "out" / "report.md").read_text()
+    assert "(n = 8 and 2; .5 is chance)" in (topics / "out" / "report.md").read_text()
 
 
 def test_unserved_queries_have_no_saved_rankings(topics):

@@ -239,7 +239,6 @@ def arrays(tokenizer, *texts):
     return {name: value.numpy() for name, value in inputs.items()}
 
 
-@pytest.mark.slow
 def test_onnx_export_prints_no_warnings(tmp_path, open_encoder_of, monkeypatch, recwarn, caplog):
     def export_noisily(folder):
         warnings.warn("the axis name will not be used", stacklevel=1)
@@ -254,6 +253,40 @@ def test_onnx_export_prints_no_warnings(tmp_path, open_encoder_of, monkeypatch, 
     assert not caplog.records
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("bert", {"pooling": "mean", "template": EncoderTemplate(query_prompt="query: ")}),
+        ("bert", {"pooling": "cls", "template": EncoderTemplate(skill_prompt="passage: ")}),
+        ("qwen3", {"pooling": "last_token"}),
+        ("bert_reranker", {}),
+        ("qwen3_reranker", {}),
+    ],
+)
+def test_onnx_program_of_card_gives_our_scores(
+    tmp_path, open_encoder_of, open_reranker_of, monkeypatch, name, settings
+):
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+    is_reranker = name.endswith("reranker")
+    model = (open_reranker_of if is_reranker else open_encoder_of)(name, **settings)
+    save_model(model, tmp_path, base="b")
+    write_form(tmp_path, "onnx")
+    card = model_card(RunRecord(model.settings, {"model": {"source": "o/base"}}, {}, form="onnx"))
+
+    scores = run_program(card, tmp_path, monkeypatch)
+
+    with torch.inference_mode():
+        if is_reranker:
+            expected = model(model.tokenize(QUERY, SKILLS))
+        else:
+            vectors = model(model.tokenize_skills(SKILLS))
+            expected = (model(model.tokenize_queries([QUERY])) @ vectors.T)[0]
+    assert np.allclose(scores, expected.numpy(), atol=1e-4)
+
+
+@pytest.mark.slow
 def test_onnx_computes_encoders_token_vectors(tmp_path, open_encoder_of):
     """TEI and sentence-transformers know inputs and output by these names."""
     pytest.importorskip("onnxscript")

@@ -292,6 +292,27 @@ def test_card_shows_publication(tmp_path, finished):
     assert "| our requests | **hybrid \\| ours** | Hit@1 | 0.512 | 0.400 to 0.620 | 40 |" in card
 
 
+def test_commands_pass_base_model_to_card(tmp_path, finished):
+    run = finished[0].out
+
+    succeeds("export", run, "--out", tmp_path / "out", "--base-model", "owner/base")
+
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert yaml.safe_load(card.split("---")[1])["base_model"] == "owner/base"
+    assert "| architecture | BertModel, " in card
+
+
+def test_dry_run_names_the_right_license(finished):
+    arguments = ("--repo", REPO, "--license", "Apache 2.0", "--dry-run")
+
+    outcome = skilltrain("push", finished[0].out, *arguments)
+
+    assert outcome.code == 2
+    assert "Apache 2.0: is no licence id of the Hub (the nearest id is apache-2.0;" in (
+        outcome.error_line
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -39,11 +39,11 @@ SUMMARY = {
 
 
 def run_program(card, folder, monkeypatch):
-    """Run the program of a model's card in the model's folder; return its scores."""
-    (program,) = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    """Run the programs of a model's card in the model's folder; return the scores of the last."""
     monkeypatch.chdir(folder)
     variables = {}
-    exec(program, variables)
+    for program in re.findall(r"```python\n(.*?)```", card, re.DOTALL):
+        exec(program, variables)
     return np.asarray(variables["scores"])
 
 
@@ -120,6 +120,99 @@ def test_encoder_card_shows_the_run():
         '--encoder "."',
     ):
         assert line in card
+
+
+def test_card_states_facts(open_encoder_of):
+    template = EncoderTemplate(instruction="Find skills", skill_prompt="passage: ")
+    model = open_encoder_of("bert", template=template)
+
+    card = model_card(record(model.settings, network=model.network))
+
+    num_parameters = f"{model.network.num_parameters():,}"
+    for line in (
+        f"| architecture | BertModel, {num_parameters} parameters |",
+        f"| vectors | one per text, {model.dim} dimensions, of length 1 |",
+        "| similarity | cosine |",
+        f"| pooling | {model.settings.pooling} |",
+        "tokens of a skill, ",
+        "| text before a query | `Instruct: Find skills\\nQuery:` |",
+        "| text before a skill | `passage: ` |",
+        "| fields of a skill | name, description, body |",
+    ):
+        assert line in card
+
+
+def test_card_states_versions_and_machine(tmp_path):
+    provenance = {"skilltrain": "1", "torch": "2", "transformers": "5", "python": "3.11"}
+    provenance |= {"device": "H100 | SXM", "num_processes": 2}
+    (tmp_path / "run.json").write_text(json.dumps({"provenance": provenance}))
+
+    card = model_card(record(EncoderSettings(), run=tmp_path))
+
+    assert "| trained with | skilltrain 1, torch 2, transformers 5, Python 3.11 |" in card
+    assert "| trained on | H100 \\| SXM, 2 processes |" in card
+
+
+def test_card_shows_server_requests():
+    settings = EncoderSettings(template=EncoderTemplate(instruction="Find it's\nbest"))
+
+    card = model_card(record(settings), Published("our-team/x"))
+
+    requests = [json.loads(text) for text in re.findall(r"-d '(.*)'", card)]
+    assert requests == [
+        {"model": "our-team/x", "input": [f"{settings.template.query_prefix()}{QUERY}"]},
+        {"inputs": [QUERY], "prompt_name": "query"},
+    ]
+    assert 'vllm serve "our-team/x"' in card
+    assert 'text-embeddings-router --model-id "our-team/x"' in card
+
+
+def test_server_adds_no_empty_prompt():
+    card = model_card(record(EncoderSettings()))
+
+    assert "prompt_name" not in card
+    assert f'"inputs": ["{QUERY}"]' in card
+
+
+def test_card_says_how_model_was_trained():
+    recipe = {"adapter": {"rank": 8}, "late_interaction": {"weight": 1.0}}
+
+    card = model_card(record(EncoderSettings(), recipe=recipe))
+
+    assert {"lora", "late-interaction"} <= set(front_matter(card)["tags"])
+    assert "also trained for late interaction" in card
+    assert "late interaction" not in model_card(record(EncoderSettings()))
+
+
+def test_base_model_may_be_given(tmp_path, monkeypatch):
+    base = save_bert(tmp_path / "first", reranker=False)
+    (tmp_path / "owner" / "minilm").mkdir(parents=True)  # a local folder of the same name
+    monkeypatch.chdir(tmp_path)
+    published = Published(base_model="owner/minilm")
+
+    card = model_card(record(EncoderSettings(), recipe={"model": {"source": str(base)}}), published)
+
+    assert front_matter(card)["base_model"] == "owner/minilm"
+    assert "# Agent skill encoder, from owner/minilm" in card
+    with raises("invalid-repository"):
+        Published(base_model="minilm")
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("Apache 2.0", "apache-2.0"),
+        ("Apache-2.0", "apache-2.0"),
+        ("MIT", "mit"),
+        ("CC BY 4.0", "cc-by-4.0"),
+        ("GPL 3.0", "gpl-3.0"),
+    ],
+)
+def test_license_that_the_hub_refuses(name, nearest):
+    with raises("invalid-license") as caught:
+        Published(license=name)
+
+    assert f"the nearest id is {nearest};" in str(caught.value)
 
 
 def test_the_template_is_filled_in():

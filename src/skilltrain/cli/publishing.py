@@ -25,6 +25,10 @@ Reports = Annotated[
 License = Annotated[
     str | None, typer.Option("--license", help="for the model card, e.g. apache-2.0")
 ]
+BaseModel = Annotated[
+    str | None,
+    typer.Option(help="OWNER/NAME of the base model, if training read it from a folder or package"),
+]
 
 
 @app.command(rich_help_panel="Publish")
@@ -43,6 +47,7 @@ def export(
         str | None, typer.Option(help="OWNER/NAME on the Hub, for the code in the model card")
     ] = None,
     license_id: License = None,
+    base_model: BaseModel = None,
     as_json: AsJson = False,
 ) -> None:
     """Write the model of a training run, or of one of its checkpoints, to a folder.
@@ -54,14 +59,14 @@ def export(
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run
 
-    if adapter and (form or reports or repo or license_id):
+    if adapter and (form or reports or repo or license_id or base_model):
         raise SkilltrainError(
             "conflicting-settings",
             "an adapter is written as it is, without a card",
             where="--adapter",
             fix="give only --checkpoint and --out",
         )
-    published = Published(repo, license_id, reports or ())
+    published = Published(repo, license_id, reports or (), base_model)
     summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
     conclude(summary, [f"{out}: {summary['checkpoint'] or 'the model'} of {run}"], as_json)
 
@@ -84,6 +89,7 @@ def push(
     form: AsForm = None,
     reports: Reports = None,
     license_id: License = None,
+    base_model: BaseModel = None,
     is_dry_run: DryRun = False,
     as_json: AsJson = False,
 ) -> None:
@@ -98,7 +104,7 @@ def push(
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import push_model
 
-    published = Published(repo, license_id, reports or ())
+    published = Published(repo, license_id, reports or (), base_model)
     summary = quietly(push_model, run, published, form, public, into_existing, is_dry_run)
     if is_dry_run and not as_json:
         typer.echo(visible(summary["card"]))

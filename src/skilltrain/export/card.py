@@ -1,5 +1,6 @@
 """Model cards: the README.md of a saved model, from its run, its data and its evaluations."""
 
+import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from skilltrain.runs import record_of
 from skilltrain.templates import FIELDS_SEEN
 
 _TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
+# Licences that the Hub accepts, from its documentation.
+_LICENSES = Path(__file__).with_name("licenses.txt")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
 _OPENED_NAME = re.compile(r'^model = \w+\("(.+)"\)', re.MULTILINE)  # in the programs of a card
 
@@ -30,12 +33,16 @@ class _ModelClass(NamedTuple):
 
 
 _MODEL_CLASSES = {
-    "SentenceTransformer": _ModelClass("encoder", "sentence-similarity", ["feature-extraction"]),
+    "SentenceTransformer": _ModelClass(
+        "encoder", "sentence-similarity", ["feature-extraction", "text-embeddings-inference"]
+    ),
     "MultiVectorEncoder": _ModelClass(
         "encoder", "sentence-similarity", ["multi-vector", "late-interaction"]
     ),
     "CrossEncoder": _ModelClass("reranker", "text-ranking", ["cross-encoder", "reranker"]),
 }
+# Tag of models that were trained with a setting, by the key of the setting.
+_RECIPE_TAGS = {"adapter": "lora", "late_interaction": "late-interaction"}
 
 
 @dataclass(frozen=True)
@@ -46,27 +53,45 @@ class Published:
         repo: Name on the Hub, OWNER/NAME.
         license: Licence id of the Hub, such as apache-2.0.
         reports: Folders of evaluations of the run.
+        base_model: Name of the base model on the Hub, if the run read it from elsewhere.
     """
 
     repo: str | None = None
     license: str | None = None
     reports: Sequence[Path] = ()
+    base_model: str | None = None
 
     def __post_init__(self) -> None:
-        from huggingface_hub.utils import HFValidationError, validate_repo_id
+        for name in (self.repo, self.base_model):
+            if name is not None:
+                _check_hub_name(name)
+        if self.license is not None:
+            _check_license(self.license)
 
-        if self.repo is None:
-            return
-        try:
-            if "/" not in self.repo:
-                raise HFValidationError("it has no owner")
-            validate_repo_id(self.repo)
-        except HFValidationError as error:
-            problem = f"is no name of a model on the Hub: {error}"
-            fix = "write OWNER/NAME"
-            raise SkilltrainError(
-                "invalid-repository", problem, where=self.repo, fix=fix
-            ) from error
+
+def _check_hub_name(name: str) -> None:
+    """Raise SkilltrainError if `name` cannot be the name of a model on the Hub."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        if "/" not in name:
+            raise HFValidationError("it has no owner")
+        validate_repo_id(name)
+    except HFValidationError as error:
+        problem = f"is no name of a model on the Hub: {error}"
+        fix = "write OWNER/NAME"
+        raise SkilltrainError("invalid-repository", problem, where=name, fix=fix) from error
+
+
+def _check_license(license: str) -> None:
+    """Raise SkilltrainError if the Hub does not know a licence."""
+    known = _LICENSES.read_text(encoding="utf-8").split()
+    if license not in known:
+        name = license.lower().replace(" ", "-")
+        [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        problem = "is no licence id of the Hub"
+        fix = f"the nearest id is {nearest}; write other for a licence that has no id"
+        raise SkilltrainError("invalid-license", problem, where=license, fix=fix)
 
 
 @dataclass(frozen=True)
@@ -81,6 +106,7 @@ class RunRecord:
         exported: The exported checkpoint, if it is not the run's final model.
         form: The model's form, if it is not the one that training saves.
         run: The run's folder.
+        network: The model's network, for facts such as its dimension.
     """
 
     settings: EncoderSettings | RerankerSettings
@@ -89,6 +115,7 @@ class RunRecord:
     exported: str | None = None
     form: Form | None = None
     run: Path | None = None
+    network: Any = None
 
 
 class Result(NamedTuple):
@@ -142,16 +169,21 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         results += _report_results(report, record.run or Path())
 
     # Variables of the template.
-    base = record.recipe["model"]["source"]
+    recipe = shareable(record.recipe)
+    base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
+    data.base_model = published.base_model or data.base_model
+    data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
+    run_record = record_of(record.run) if record.run else {}
     variables = vars(record) | {
         "kind": model_class.kind,
         "model_class": class_name,
         "name": published.repo or ".",
         "base": shareable(base).removeprefix("package:"),
         "fields": FIELDS_SEEN[record.settings.template.skill.fields],
-        "inputs": _inputs(record_of(record.run)) if record.run else (),
-        "recipe": yaml.safe_dump(shareable(record.recipe), sort_keys=False, allow_unicode=True),
+        "inputs": _inputs(run_record),
+        "provenance": run_record.get("provenance"),
+        "recipe_text": yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True),
         "results": results,
         "summary_of": lambda folder: record_of(folder).get("summary", {}),
         "quoted": repr,

@@ -75,11 +75,11 @@ def export_run(
 
         # Write the model card. It names the checkpoint, unless it is the final one.
         if not adapter_only:
-            settings = open_model(staged, "meta").settings
+            model = open_model(staged, "meta")
             recipe = config.model_dump(mode="json")
             is_final_checkpoint = exported_checkpoint == final_checkpoint
-            card_checkpoint = None if is_final_checkpoint else exported_checkpoint
-            record = RunRecord(settings, recipe, summary, card_checkpoint, form, run)
+            exported = None if is_final_checkpoint else exported_checkpoint
+            record = RunRecord(model.settings, recipe, summary, exported, form, run, model.network)
             write_text(staged / "README.md", model_card(record, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": exported_checkpoint}
 
@@ -167,7 +167,7 @@ def push_model(
     if not run.is_dir():
         raise SkilltrainError("not-found", "no such folder", where=run)
     record = record_of(run)  # empty for an export
-    has_options = bool(form or published.license or published.reports)
+    has_options = bool(form or published.license or published.reports or published.base_model)
     _check_pushable(run, record, has_options)
 
     # Export a run, or copy an export, and upload the files.
@@ -192,8 +192,8 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
     Args:
         run: The folder.
         record: Record of the run; empty for an export.
-        has_options: Whether the user gives a form, a licence or reports. An export cannot take
-            them, because it already has its form and its model card.
+        has_options: Whether the user gives a form, a licence, a base model or reports. An export
+            cannot take them, because it already has its form and its model card.
 
     Raises:
         SkilltrainError: The folder cannot be pushed.
@@ -204,7 +204,7 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
             "unfinished-run", "this training has not finished", where=run, fix=fix
         )
     if not record and has_options:
-        fix = "give --form, --license and --report to `skilltrain export`"
+        fix = "give --form, --license, --base-model and --report to `skilltrain export`"
         raise SkilltrainError(
             "conflicting-settings",
             "is an export, which is pushed unchanged",

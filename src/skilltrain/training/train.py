@@ -322,7 +322,8 @@ def save_trained(
         return
     if config.adapter is not None:
         merge_adapter(model.network)
-    record = RunRecord(model.settings, config.model_dump(mode="json"), summary, run=config.out)
+    recipe = config.model_dump(mode="json")
+    record = RunRecord(model.settings, recipe, summary, run=config.out, network=model.network)
     save_model(model.eval(), out, config.model.source, model_card(record))
 
 
