@@ -32,7 +32,7 @@ python sort.py --input secret_folder
 ## When not to use
 - Paying salaries or planning next year's budget
 """
-DESCRIPTION = "Files paper by month and by supplier. Use when invoices pile up in the office."
+DESCRIPTION = "Files scanned invoices and orders of one office. Use when paper piles up there."
 INVOICES = Skill("s1", "invoice-sorter", DESCRIPTION, BODY)
 BODY_ZH = """# 发票整理
 ## 使用场景

@@ -7,8 +7,9 @@ Chinese make no request.
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import cache
 from importlib.resources import files
-from typing import Any, Final, NamedTuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -18,9 +19,6 @@ from skilltrain.texts import num_words, one_line
 MIN_WORDS = 4  # of a request
 MAX_WORDS = 30
 _NAME = "\ue000"  # stands for the name of the skill in a text
-_RULES: Final[dict[str, Any]] = yaml.safe_load(
-    (files("skilltrain.data") / "requests.yaml").read_text(encoding="utf-8")
-)
 
 
 class Passage(NamedTuple):
@@ -30,48 +28,77 @@ class Passage(NamedTuple):
     request: str
 
 
-def _forms_of(verb: str) -> list[str]:
-    """Return the base form, the third person and the -ing form of an English verb.
+@cache
+def _rules() -> dict[str, Any]:
+    """Return the sections of requests.yaml."""
+    file = files("skilltrain.data") / "requests.yaml"
+    return yaml.safe_load(file.read_text(encoding="utf-8"))
 
-    The -ing form is returned in each spelling that it may have, such as "running" and "runing".
+
+@cache
+def pattern(name: str) -> re.Pattern[str]:
+    """Return one of the patterns of requests.yaml."""
+    return _compile(_rules()["patterns"][name])
+
+
+@cache
+def _patterns(section: str) -> list[re.Pattern[str]]:
+    """Return the patterns of a section of requests.yaml."""
+    return [_compile(regex) for regex in _rules()[section]]
+
+
+@cache
+def _replacements(section: str) -> list[tuple[re.Pattern[str], str]]:
+    """Return the patterns of a section of requests.yaml, each with the text that replaces it."""
+    return [(_compile(regex), replacement) for regex, replacement in _rules()[section]]
+
+
+def _compile(regex: str) -> re.Pattern[str]:
+    """Compile a pattern of requests.yaml."""
+    return re.compile(_expand(regex), re.I)
+
+
+def _expand(regex: str) -> str:
+    """Return a pattern on one line, with each `<NAME>` replaced by the words of this name."""
+    one_line_regex = "".join(regex.splitlines())
+    return re.sub("<([A-Z_]+)>", lambda match: _fragment(match[1]), one_line_regex)
+
+
+@cache
+def _fragment(name: str) -> str:
+    """Return a fragment of patterns, or a pattern that matches all forms of a list of verbs."""
+    if name == "NAME":
+        return _NAME
+    if name in _rules()["fragments"]:
+        return f"(?:{_expand(_rules()['fragments'][name])})"
+    verbs = [_forms_pattern(verb) for verb in _rules()["words"][name].split()]
+    return f"(?:{'|'.join(verbs)})"
+
+
+def _forms_pattern(verb: str) -> str:
+    """Return a pattern of the base form, the third person and the -ing form of an English verb.
+
+    Before "ing", the last letter may be doubled ("running").
     """
+    if verb.endswith("e"):
+        return f"{verb[:-1]}(?:es?|ing)"
     if re.search("[^aeiou]y$", verb):
-        third_person = verb[:-1] + "ies"
-    elif verb.endswith(("s", "x", "z", "ch", "sh")):
-        third_person = verb + "es"
-    else:
-        third_person = verb + "s"
-    stem = verb.removesuffix("e")
-    return [verb, third_person, f"{verb}ing", f"{stem}ing", f"{stem}{stem[-1]}ing"]
+        return f"{verb[:-1]}(?:y|ies|ying)"
+    return f"{verb}(?:e?s|{verb[-1]}?ing)?"
 
 
-# Base form by each form of a verb
-_BASE_FORMS: dict[str, str] = {}
-# Pattern by name
-_FRAGMENTS = {"NAME": _NAME}
+@cache
+def _verbs() -> frozenset[str]:
+    """Return all verbs of requests.yaml, in base form."""
+    return frozenset(" ".join(_rules()["words"].values()).split())
 
 
-def _compile(pattern: str) -> re.Pattern[str]:
-    """Compile a pattern of requests.yaml, in which `<NAME>` stands for another pattern."""
-    return re.compile(_expand(pattern), re.I)
-
-
-def _expand(pattern: str) -> str:
-    """Replace the names of fragments in a pattern by these fragments."""
-    return re.sub("<([A-Z_]+)>", lambda match: _FRAGMENTS[match[1]], pattern)
-
-
-for _name, _verbs in _RULES["words"].items():
-    _forms = {form: verb for verb in _verbs.split() for form in _forms_of(verb)}
-    _BASE_FORMS |= _forms
-    _FRAGMENTS[_name] = "(?:" + "|".join(sorted(_forms, key=len, reverse=True)) + ")"
-for _name, _pattern in _RULES["fragments"].items():
-    _FRAGMENTS[_name] = f"(?:{_expand(_pattern)})"
-PATTERNS: Final = {name: _compile(pattern) for name, pattern in _RULES["patterns"].items()}
-_MARKUP = [(_compile(pattern), text) for pattern, text in _RULES["markup"]]
-_USER_WORDS = [(_compile(pattern), text) for pattern, text in _RULES["user_words"]]
-_LEADS = [_compile(pattern) for pattern in _RULES["leads"]]
-_UNUSABLE = _compile("|".join(_RULES["unusable"]))
+def _base_form(form: str) -> str:
+    """Return the base form of an English verb: "make" for "make", "makes" and "making"."""
+    stem = form.removesuffix("ing")
+    candidates = [form, form.removesuffix("s"), form.removesuffix("es")]
+    candidates += [form.removesuffix("ies") + "y", stem, stem + "e", stem[:-1]]
+    return next(candidate for candidate in candidates if candidate in _verbs())
 
 
 def passages_of(text: str, name: str, is_about_use: bool = False) -> Iterator[Passage]:
@@ -84,10 +111,10 @@ def passages_of(text: str, name: str, is_about_use: bool = False) -> Iterator[Pa
             there, while it may be a heading elsewhere.
     """
     for sentence in sentences_of(text):
-        if PATTERNS["trigger_list"].match(sentence):
+        if pattern("trigger_list").match(sentence):
             continue
-        expects_gerund = is_about_use or PATTERNS["about_use"].match(sentence) is not None
-        for part in PATTERNS["part_end"].split(sentence):
+        expects_gerund = is_about_use or pattern("about_use").match(sentence) is not None
+        for part in pattern("part_end").split(sentence):
             request = _request_of(part, name, expects_gerund)
             first_word = request.partition(" ")[0]
             # A list of imperatives is one request: "List events and cancel meetings".
@@ -109,7 +136,7 @@ def _clause_passages(part: str, name: str, expects_gerund: bool) -> Iterator[Pas
     previous = Passage("", "")
     separator = ""
     # The odd pieces are the separators of the clauses.
-    for number, piece in enumerate(PATTERNS["clause_end"].split(part)):
+    for number, piece in enumerate(pattern("clause_end").split(part)):
         if number % 2 == 1:
             separator = piece
             continue
@@ -126,15 +153,15 @@ def _clause_passages(part: str, name: str, expects_gerund: bool) -> Iterator[Pas
 
 def sentences_of(text: str) -> list[str]:
     """Split a text into sentences and lines."""
-    return PATTERNS["sentence_end"].split(text)
+    return pattern("sentence_end").split(text)
 
 
 def clauses_of(text: str) -> list[str]:
     """Split a text into sentences, these into parts, and parts into clauses."""
     clauses: list[str] = []
     for sentence in sentences_of(text):
-        for part in PATTERNS["part_end"].split(sentence):
-            clauses += PATTERNS["clause_end"].split(part)[::2]  # without the separators
+        for part in pattern("part_end").split(sentence):
+            clauses += pattern("clause_end").split(part)[::2]  # without the separators
     return clauses
 
 
@@ -143,7 +170,7 @@ def says_task(clause: str, name: str) -> bool:
 
     Orders to the agent and requirements do not count ("Always search tools first").
     """
-    if PATTERNS["order"].search(clause):
+    if pattern("order").search(clause):
         return False
     text = _without_lead(clause, name)
     return any(_as_imperative(text, is_about_use) for is_about_use in (True, False))
@@ -152,13 +179,14 @@ def says_task(clause: str, name: str) -> bool:
 def _request_of(clause: str, name: str, expects_gerund: bool) -> str:
     """Turn a clause into a request that does not name its skill. Empty: it makes none."""
     text = _as_imperative(_without_lead(clause, name), expects_gerund)
-    for pattern, replacement in _USER_WORDS:
-        text = pattern.sub(replacement, text)
+    for regex, replacement in _replacements("changes"):
+        text = regex.sub(replacement, text)
 
     words = text.split()
     num_capitals = sum(word[0].isupper() for word in words)
     is_title = num_capitals >= 0.75 * len(words)
-    if is_title or _UNUSABLE.search(text) or names_skill(text, name):
+    is_unusable = any(sign.search(text) for sign in _patterns("unusable"))
+    if is_title or is_unusable or names_skill(text, name):
         return ""
     return text[0].upper() + text[1:]
 
@@ -170,13 +198,13 @@ def _without_lead(clause: str, name: str) -> str:
     subject ("Slack sends messages"). Elsewhere a mark replaces it.
     """
     text = one_line(clause)
-    for pattern, replacement in _MARKUP:
-        text = pattern.sub(replacement, text)
+    for regex, replacement in _replacements("markup"):
+        text = regex.sub(replacement, text)
     if names_skill(text, name):
-        text = PATTERNS["name_phrase"].sub("", without_name(text, name, _NAME))
-    for lead in _LEADS:
+        text = pattern("name_phrase").sub("", without_name(text, name, _NAME))
+    for lead in _patterns("leads"):
         text = lead.sub("", text)
-    return PATTERNS["name_before_noun"].sub("", text)
+    return pattern("name_before_noun").sub("", text)
 
 
 def _as_imperative(text: str, expects_gerund: bool) -> str:
@@ -187,13 +215,13 @@ def _as_imperative(text: str, expects_gerund: bool) -> str:
         expects_gerund: Whether a verb that is not in base form must have the -ing form. After "Use
             when", other forms are nouns: "tests fail".
     """
-    if PATTERNS["chinese_head"].match(text):
+    if pattern("chinese_head").match(text):
         return text
-    head = PATTERNS["head"].match(text)
-    if head is None or not PATTERNS["certain_verb"].match(text):
+    head = pattern("head").match(text)
+    if head is None or not pattern("certain_verb").match(text):
         return ""
     verb = (head[1] or head[2]).lower()
-    base_form = _BASE_FORMS[verb]
+    base_form = _base_form(verb)
     if verb == base_form:
         return text
     ending = "ing" if expects_gerund else "s"
@@ -203,6 +231,6 @@ def _as_imperative(text: str, expects_gerund: bool) -> str:
     def in_base_form(match: re.Match[str]) -> str:
         """Return a conjunction and its verb, in base form if the first verb has the same form."""
         form = match[2].lower()
-        return match[1] + _BASE_FORMS[form] if form.endswith(ending) else match[0]
+        return match[1] + _base_form(form) if form.endswith(ending) else match[0]
 
-    return base_form + PATTERNS["coordinated_verb"].sub(in_base_form, text[len(verb) :])
+    return base_form + pattern("coordinated_verb").sub(in_base_form, text[len(verb) :])

@@ -15,10 +15,10 @@ from typing import Literal
 
 from skilltrain.data.imperatives import (
     MIN_WORDS,
-    PATTERNS,
     Passage,
     clauses_of,
     passages_of,
+    pattern,
     says_task,
     sentences_of,
 )
@@ -31,7 +31,9 @@ from skilltrain.texts import num_words, one_line, words_of
 Kind = Literal["quote", "use", "description", "feature"]
 
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
-_MIN_FEATURE_WORDS = 5  # of a request from the body, outside "when to use" sections
+# Words that a request from the body shares with the description, outside "when to use" sections.
+# Requests with fewer are often too vague to be understood alone.
+_MIN_SHARED_FEATURE_WORDS = 2
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -120,7 +122,7 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             heading = heading_match[2] or heading_match[3]
             list_intro = ""
             is_title = heading_match[1] == "#"
-            is_overview = is_title or PATTERNS["overview"].search(heading) is not None
+            is_overview = is_title or pattern("overview").search(heading) is not None
             continue
         if line.rstrip().endswith((":", "：")):
             list_intro = line
@@ -128,37 +130,37 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
         context = f"{heading} {list_intro}"
         kind: Kind = "feature"
         passages: list[Passage] = []
-        if PATTERNS["when_to_use"].search(context):
+        if pattern("when_to_use").search(context):
             kind = "use"
             passages = list(passages_of(line, skill.name, is_about_use=True))
-        elif is_overview or PATTERNS["features"].search(context):
+        elif is_overview or pattern("features").search(context):
             passages = list(passages_of(line, skill.name))
         is_overview = is_overview and not line.strip()
 
-        if PATTERNS["negated"].search(f"{context} {line}"):
+        if pattern("negated").search(f"{context} {line}"):
             continue
         if kind == "use":
             for passage in _quotations(line, skill.name):
                 yield "quote", passage
-        min_words = MIN_WORDS if kind == "use" else _MIN_FEATURE_WORDS
+        min_shared_words = 1 if kind == "use" else _MIN_SHARED_FEATURE_WORDS
         for passage in passages:
-            if num_words(passage.request) >= min_words and _is_on_topic(passage.request, skill):
+            if _num_shared_words(passage.request, skill) >= min_shared_words:
                 yield kind, passage
 
 
-def _is_on_topic(request: str, skill: Skill) -> bool:
-    """Return whether a request shares a word, besides its verb, with the name or description."""
+def _num_shared_words(request: str, skill: Skill) -> int:
+    """Count the words, besides the verb, that a request shares with the name or description."""
     long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
-    return not long_words.isdisjoint(words_of(f"{skill.name} {skill.description}"))
+    return len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
 
 
 def _quotations(text: str, name: str) -> Iterator[Passage]:
     """Yield the quotations in a text that are requests of a user and do not name the skill."""
     for quotation in _QUOTED.findall(text):
         request = one_line(quotation).rstrip(" ,;:，；：")
-        is_spoken = PATTERNS["spoken"].match(request) is not None
+        is_spoken = pattern("spoken").match(request) is not None
         is_request = is_spoken or any(passages_of(request, name, is_about_use=True))
-        is_complete = num_words(request) >= MIN_WORDS and not PATTERNS["gap"].search(request)
+        is_complete = num_words(request) >= MIN_WORDS and not pattern("gap").search(request)
         if is_request and is_complete and not names_skill(request, name):
             yield Passage(quotation, request)
 
@@ -178,10 +180,8 @@ def _says_purpose(description: str, skill: Skill) -> bool:
 
 def _is_description(paragraph: str) -> bool:
     """Return whether the first paragraph of a body can be the description of the skill."""
-    if num_words(paragraph) < _MIN_PARAGRAPH_WORDS or paragraph.endswith((":", "：")):
-        return False
-    names_task = PATTERNS["task"].search(re.sub("[*`]", "", paragraph)) is not None
-    return names_task and not PATTERNS["order"].search(paragraph)
+    is_prose = num_words(paragraph) >= _MIN_PARAGRAPH_WORDS and paragraph[-1] in ".!。！"
+    return is_prose and not pattern("order").search(paragraph)
 
 
 def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
