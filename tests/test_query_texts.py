@@ -1,13 +1,9 @@
-"""Texts of queries: names of skills in them, their variety, and queries from skills' own texts."""
-
-from pathlib import Path
+"""Texts of queries: names of skills in them, and their variety."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skilltrain.data.own_text import MAX_WORDS, MIN_WORDS, own_queries
-from skilltrain.data.pool.read import read_source
 from skilltrain.data.query_texts import (
     names_program,
     names_skill,
@@ -15,7 +11,6 @@ from skilltrain.data.query_texts import (
     query_profile,
     without_name,
 )
-from skilltrain.records import Skill
 from skilltrain.texts import num_words
 
 # Queries, separated by |, that do and do not hold the name of a skill.
@@ -133,104 +128,3 @@ def test_query_profile_equals_hand_calculation():
 
 def test_profile_of_no_queries_is_empty():
     assert query_profile([]) == {}
-
-
-# Passages of a skill that become queries --------------------------------------
-
-LIBRARY = Path(__file__).parent.parent / "examples" / "skill_library" / "skills"
-BODY = """# Invoice Sorter
-## When to use
-- User wants to sort **scanned invoices** by supplier and month
-- Questions such as "Which supplier overcharged us last quarter?"
-## Match invoices with purchase orders
-Suppliers often send the same invoice twice with another number. Use `invoice-sorter`!
-```bash
-python sort.py --input secret_folder
-```
-## When not to use
-- Paying salaries or planning next year's budget
-## Installation
-Run pip install with the name of the package first.
-"""
-BODY_ZH = """# 发票整理
-## 使用场景
-- 当用户需要按供应商和月份整理扫描的发票时
-## 工作流程
-供应商经常会用不同的编号重复发送同一张发票。
-## 不适用
-- 支付工资或者编制明年的预算
-"""
-INVOICES = Skill(
-    "s1", "invoice-sorter", "The invoice sorter files paper by month and by supplier.", BODY
-)
-
-
-def test_passages_become_queries():
-    queries, remainder = own_queries(INVOICES, 9, 0)
-
-    assert set(queries) == {
-        "The files paper by month and by supplier.",
-        "sort scanned invoices by supplier and month",
-        "Which supplier overcharged us last quarter?",
-        "Match invoices with purchase orders",
-        "Suppliers often send the same invoice twice with another number.",
-    }
-    assert remainder.description == ""
-    for passage in ("scanned invoices", "overcharged", "purchase orders", "same invoice twice"):
-        assert passage in BODY
-        assert passage not in remainder.body
-    assert "secret_folder" in remainder.body
-    assert "salaries" in remainder.body
-
-
-def test_chinese_passages_become_queries():
-    description = "把发票整理好，按月份和供应商存放纸质文件。"
-
-    queries, remainder = own_queries(Skill("s1", "发票整理", description, BODY_ZH), 9, 0)
-
-    assert set(queries) == {
-        "把 好，按月份和供应商存放纸质文件。",
-        "按供应商和月份整理扫描的发票时",
-        "供应商经常会用不同的编号重复发送同一张发票。",
-    }
-    assert remainder.description == ""
-    assert "同一张发票" not in remainder.body
-    assert "支付工资" in remainder.body
-
-
-def test_kind_of_passage_differs_between_skills():
-    skills = [Skill(f"s{i}", INVOICES.name, INVOICES.description, BODY) for i in range(40)]
-
-    results = [own_queries(skill, 1, 0) for skill in skills]
-
-    assert results == [own_queries(skill, 1, 0) for skill in skills], "they are reproducible"
-    num_described = sum(remainder.description != "" for _, remainder in results)
-    assert 10 < num_described < 30
-    assert len({queries[0] for queries, _ in results}) == 2
-
-
-def test_real_skills_give_enough_queries():
-    skills = [skill for skill in read_source(LIBRARY) if isinstance(skill, Skill)]
-    assert len(skills) > 150
-    skills = skills[::2]
-
-    num_complete = 0
-    for skill in skills:
-        queries, remainder = own_queries(skill, 2, 0)
-        num_complete += len(queries) == 2
-        remaining_text = f"{remainder.description}\n{remainder.body}"
-        assert len(remaining_text) <= len(skill.description) + len(skill.body)
-        for query in queries:
-            assert MIN_WORDS <= num_words(query) <= MAX_WORDS
-            assert not names_skill(query, skill.name)
-            assert query not in remaining_text
-
-    assert num_complete >= 0.98 * len(skills)
-
-
-@given(st.text(max_size=300), st.text(max_size=20))
-def test_any_skill_gives_valid_queries(text: str, name: str):
-    queries, _ = own_queries(Skill("s", name, text, text), 3, 0)
-
-    assert len(queries) <= 3
-    assert not any(names_skill(query, name) for query in queries)

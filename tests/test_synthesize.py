@@ -45,9 +45,9 @@ RunOutput = tuple[dict[str, Any], Path]
 def skill(number: int, name: str = "invoice-sorter", **changed: Any) -> Skill:
     """Make a skill that shares no line with another."""
     fields = {
-        "description": f"Sorts the paper of office {number} by month.",
+        "description": f"Tidy paper. Sorts the paper of office {number} by month.",
         "body": (
-            f"# Sorter\n## When to use\n- User wants to sort pile {number} by supplier and month\n"
+            f"# Sorter\n## When to use\n- User wants to find paper of client {number} by name\n"
         ),
         "lang": "en",
     }
@@ -140,11 +140,9 @@ def test_every_query_is_written_or_dropped(own_text: RunOutput):
 
     expected = {f"s{i}#1" for i in range(8)} | {f"s{i}#2" for i in range(8)}
     assert numbered_ids(out) | numbered_ids(out, DROPPED) == expected
-    assert (summary["num_asked"], summary["num_queries"], summary["num_dropped"]) == (16, 12, 4)
-    dropped = rows(out, DROPPED)
-    assert [row["skill_id"] for row in dropped] == ["s6", "s6", "s7", "s7"]
-    assert [row["filter"] for row in dropped] == ["empty", "empty", "duplicate", "duplicate"]
-    assert [row["other_id"] for row in dropped] == [None, None, "s3", "s3"]
+    assert (summary["num_asked"], summary["num_queries"], summary["num_dropped"]) == (16, 10, 6)
+    dropped = {row["skill_id"]: (row["filter"], row["other_id"]) for row in rows(out, DROPPED)}
+    assert dropped == {"s3": ("duplicate", "s7"), "s6": ("empty", None), "s7": ("duplicate", "s3")}
 
 
 def test_own_text_query_requires_its_skill(own_text: RunOutput):
@@ -153,9 +151,9 @@ def test_own_text_query_requires_its_skill(own_text: RunOutput):
     judgements = rows(out, JUDGEMENTS)
 
     assert {(query["kind"], query["origin"]) for query in queries} == {("single", "own_text")}
-    assert {query["text"] for query in queries if query["query_id"].startswith("s3#")} == {
-        "Sorts the paper of office 3 by month.",
-        "sort pile 3 by supplier and month",
+    assert {query["text"] for query in queries if query["query_id"].startswith("s2#")} == {
+        "Sort the paper of office 2 by month",
+        "Find paper of client 2 by name",
     }
     skills_by_query = {row["query_id"]: row["skill_id"] for row in judgements}
     assert skills_by_query == {
@@ -169,7 +167,7 @@ def test_queries_of_skill_share_a_split(own_text: RunOutput):
 
     splits = {(row["query_id"].split("#")[0], row["split"]) for row in rows(out, QUERIES)}
 
-    assert len(splits) == 6
+    assert len(splits) == 5
     assert {split for _, split in splits} == {"train", "dev"}
 
 
@@ -178,8 +176,8 @@ def test_query_texts_are_cut_out_of_skills(own_text: RunOutput):
 
     skills = {row["skill_id"]: row for row in rows(out, SKILLS)}
 
-    assert skills["s3"]["description"] == ""
-    assert skills["s3"]["body"] == "# Sorter\n## When to use\n- \n"
+    assert skills["s2"]["description"] == "Tidy paper."
+    assert skills["s2"]["body"] == "# Sorter\n## When to use\n\n"
     assert Skill(**skills["s6"]) == SHORT_SKILL
 
 

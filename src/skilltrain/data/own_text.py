@@ -1,177 +1,211 @@
 """Queries from a skill's own text, without a model.
 
-A passage becomes a query and is removed from the skill, as in the inverse cloze task (Lee, Chang
-and Toutanova 2019, arXiv 1906.00300). Passages are the description, quoted requests, "when to use"
-lines, headings and sentences. The skill's name is removed from the query.
+A query is a request made from a passage that says what the skill does or when to use it: a quoted
+request, or a clause of the description, of a "when to use" section, of the overview or of a list
+of features. As in the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv 1906.00300), the
+passage is removed from the skill. The description still says what the skill is for.
 """
 
 import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import zip_longest
 from typing import Literal
 
-from skilltrain.data.query_texts import names_skill, without_name
+from skilltrain.data.imperatives import (
+    MIN_WORDS,
+    Passage,
+    clauses_of,
+    passages_of,
+    pattern,
+    says_task,
+    sentences_of,
+)
+from skilltrain.data.pool.skill_file import first_paragraph
+from skilltrain.data.query_texts import names_skill
 from skilltrain.data.sampling import stable_number
 from skilltrain.records import Skill
-from skilltrain.texts import num_words
+from skilltrain.texts import num_words, one_line, words_of
 
-MIN_WORDS = 4
-MAX_WORDS = 60
-Kind = Literal["description", "quote", "use", "heading", "sentence"]
+Kind = Literal["quote", "use", "description", "feature"]
 
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
+# Words that a request from the body shares with the description, outside "when to use" sections.
+# Requests with fewer are often too vague to be understood alone.
+_MIN_SHARED_FEATURE_WORDS = 2
+_MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
+# A clause repeats a request if so much of their words agrees (Jaccard index).
+_MIN_OVERLAP = 0.5
 # A Markdown code block, up to the end of the body if it is not closed
 _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
-# The mark of a heading, list item or quotation, and the text after it
-_LINE = re.compile(r"(#{1,6}|[-*+•]|\d+[.)、]|>)?\s*(.*)")
+# A heading: its mark "##" and its text, or text in bold
+_HEADING = re.compile(r"(#{1,6})\s+(.*)|\*\*([^*]+)\*\*[:：]?$")
 _QUOTED = re.compile('["“「]([^"“”「」\n]{8,200})["”」]')
-_MARKUP = (
-    (re.compile(r"!?\[([^\]]*)\]\([^)]*\)"), r"\1"),  # a link or image becomes its text
-    (re.compile(r"[*`|]|<[^>]+>|(?<!\w)_|_(?!\w)"), ""),  # emphasis, tables, HTML tags
-    # "Step 2:", "3.1 - "
-    (re.compile(r"^(?:(?:step|phase|part)\s*)?\d+(?:\.\d+)*\s*[:.)、-]\s*", re.I), ""),
-)
-_CODE_SIGN = re.compile(r"[{}<>=$@\\]|\w\(|://|\w/\w+/|--\w|\.\w+\(")
-_SENTENCE_END = re.compile(r"(?<=[.!?])\s+|(?<=[。！？])")
-# Headings of sections that say when to use the skill
-_WHEN_TO_USE = re.compile(
-    r"when (?:to|should)|use (?:this|when|cases?)|trigger|使用场景|适用|何时|什么时候|触发", re.I
-)
-# Headings of sections that are skipped: they do not say what the skill is for
-_SKIPPED_HEADING = re.compile(
-    r"\bnot\b|n['’]t\b|avoid|instead|install|setup|prerequisite|require|config|troubleshoot"
-    r"|error|licen[sc]e|reference|api key|不|安装|配置|设置|要求|错误|参考|许可",
-    re.I,
-)
-# The start of a line that speaks about the user: "Use this skill when the user wants to"
-_LEAD = re.compile(
-    r"^(?:use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+|when(?:ever)?\s+|if\s+)?"
-    r"(?:(?:the |a )?users? (?:wants?|needs?|asks?|requests?)|you (?:want|need))(?: you| help)?"
-    r"(?: to| for| with| about)?\s"
-    r"|^use (?:this |the |it )?(?:skill )?(?:when|whenever|if|for)\s+"
-    r"|^when(?:ever)?\s+"
-    r"|^(?:当|如果)?(?:用户|你)(?:想要?|需要|要求|希望|询问)?",
-    re.I,
-)
+# Signs and conjunctions at the start of a text, or twice, where a clause was removed
+_LOOSE_SIGNS = re.compile(r"^\W*(?:(?:and|or|then)\s+)?(?=\w)|(?<=,)\s*,")
 
 
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """Make queries from passages of a skill, and remove these passages from the skill.
 
-    Each kind of passage gives one query before any kind gives a second. For half of the skills, at
-    random, the description is the first kind. For the other half, quotes and "when to use" lines
-    come before it, so that their description often does not become a query and is kept.
-
     Returns:
         At most `count` queries, and the skill without their passages.
     """
-    # Group the passages by kind, in random order.
+    passages = _shuffled_passages(skill, seed)
+    chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
+    description = skill.description
+    for passage in passages:
+        if len(chosen) == count:
+            break
+        remaining_description = _without_passage(description, passage, skill)
+        if _says_purpose(remaining_description, skill):
+            chosen.setdefault(passage.request.casefold(), passage)
+            description = remaining_description
+    if chosen:
+        body = skill.body
+        for passage in chosen.values():
+            body = _without_repeats(body.replace(passage.text, ""), passage.request)
+        queries = [passage.request for passage in chosen.values()]
+        return queries, replace(skill, description=description, body=body)
+
+    # Without any of the passages, the description does not say what the skill is for. The first
+    # paragraph of the body takes its place, as in skills that have no description.
+    for passage in passages:
+        body = _without_repeats(skill.body.replace(passage.text, ""), passage.request)
+        paragraph = first_paragraph(body)
+        if _is_description(paragraph):
+            return [passage.request], replace(skill, description=paragraph, body=body)
+    return [], skill
+
+
+def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
+    """Return the passages of a skill in random order. The kinds of passages take turns."""
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
-    kinds: list[Kind] = ["quote", "use", "description", "heading", "sentence"]
-    if rng.random() < 0.5:
-        kinds = ["description", "quote", "use", "heading", "sentence"]
-    passages_by_kind: dict[Kind, list[str]] = {kind: [] for kind in kinds}
-    for kind, text in _passages(skill):
-        passages_by_kind[kind].append(text)
+    kinds: list[Kind] = ["quote", "use", "description", "feature"]
+    rng.shuffle(kinds)
+    passages_by_kind: dict[Kind, list[Passage]] = {kind: [] for kind in kinds}
+    for kind, passage in [*_header_passages(skill), *_body_passages(skill)]:
+        passages_by_kind[kind].append(passage)
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
-    # Take one query of each kind in turn. `_pop_query` removes the passages that it tries.
-    queries: dict[str, str] = {}  # by casefolded text, so that no two are equal
-    remaining_skill = skill
-    while len(queries) < count and any(passages_by_kind.values()):
-        for kind, passages in passages_by_kind.items():
-            query, passage = _pop_query(kind, passages, skill.name)
-            is_new = query != "" and query.casefold() not in queries
-            if is_new and len(queries) < count:
-                queries[query.casefold()] = query
-                remaining_skill = _without_passage(remaining_skill, kind, passage)
-    return list(queries.values()), remaining_skill
+    shuffled: list[Passage] = []
+    for turn in zip_longest(*passages_by_kind.values()):
+        shuffled += [passage for passage in turn if passage is not None]
+    return shuffled
 
 
-def _without_passage(skill: Skill, kind: Kind, passage: str) -> Skill:
-    """Remove a passage from the description and the body, which often repeat each other."""
-    description = skill.description.replace(passage, "")
-    if kind == "description":
-        description = ""
-    return replace(skill, description=description, body=skill.body.replace(passage, ""))
+def _header_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
+    """Yield the passages of the description and of `when_to_use`, with their kinds."""
+    for passage in passages_of(skill.description, skill.name):
+        yield "description", passage
+    when_to_use = skill.when_to_use or ""
+    for passage in passages_of(when_to_use, skill.name, is_about_use=True):
+        yield "use", passage
+    for passage in _quotations(f"{skill.description}\n{when_to_use}", skill.name):
+        yield "quote", passage
 
 
-def _pop_query(kind: Kind, passages: list[str], name: str) -> tuple[str, str]:
-    """Take passages off the end of the list until one makes a query.
+def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
+    """Yield the passages of the body, with their kinds.
 
-    Args:
-        kind: Kind of the passages.
-        passages: Passages that are not used yet.
-        name: Name of the skill, which is removed from the query.
-
-    Returns:
-        The query and its passage; both are empty if no passage makes one.
+    They stand in "when to use" sections, in lists of features, and in the first line of the body or
+    of its overview.
     """
-    while passages:
-        passage = passages.pop()
-        query = _query_of(passage)
-        if names_skill(query, name):
-            query = without_name(query, name)
-        # `without_name` does not find every form of a name.
-        is_usable = MIN_WORDS <= num_words(query) <= MAX_WORDS and not names_skill(query, name)
-        looks_like_code = kind != "description" and _CODE_SIGN.search(query)
-        if is_usable and not looks_like_code:
-            return query, passage
-    return "", ""
-
-
-def _passages(skill: Skill) -> Iterator[tuple[Kind, str]]:
-    """Yield the passages of a skill that may become queries, unchanged, with their kinds.
-
-    The kinds are:
-
-    - `description`: the whole description.
-    - `quote`: a quoted request in the description or in a "when to use" section.
-    - `use`: a line without quotes in a "when to use" section.
-    - `heading` and `sentence`: from all other sections, except skipped ones such as installation.
-    """
-    yield "description", skill.description
-    for quote in _QUOTED.findall(skill.description):
-        yield "quote", quote
-
     heading = ""  # of the section that the line is in
+    list_intro = ""  # sentence in front of the list that the line is in
+    is_overview = True  # whether no line of the overview was read yet
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
-        # Split "## Usage" into the mark "##" and the text "Usage". Marks of lists are split too.
-        mark, text = _LINE.findall(line.strip())[0]
-        if not text:
+        heading_match = _HEADING.match(line.strip())
+        if heading_match:
+            heading = heading_match[2] or heading_match[3]
+            list_intro = ""
+            is_title = heading_match[1] == "#"
+            is_overview = is_title or pattern("overview").search(heading) is not None
             continue
-        is_heading = mark.startswith("#")
-        if is_heading:
-            heading = text
-        if _SKIPPED_HEADING.search(heading):
+        if line.rstrip().endswith((":", "：")):
+            list_intro = line
+
+        context = f"{heading} {list_intro}"
+        kind: Kind = "feature"
+        passages: list[Passage] = []
+        if pattern("when_to_use").search(context):
+            kind = "use"
+            passages = list(passages_of(line, skill.name, is_about_use=True))
+        elif is_overview or pattern("features").search(context):
+            passages = list(passages_of(line, skill.name))
+        is_overview = is_overview and not line.strip()
+
+        if pattern("negated").search(f"{context} {line}"):
             continue
-
-        is_about_use = _WHEN_TO_USE.search(heading)
-        if is_heading:
-            # A heading such as "When to use" is no query.
-            if not is_about_use:
-                yield "heading", heading
-        elif is_about_use:
-            quotes = _QUOTED.findall(line)
-            for quote in quotes:
-                yield "quote", quote
-            if not quotes:
-                yield "use", text
-        else:
-            for sentence in filter(None, _SENTENCE_END.split(text)):
-                yield "sentence", sentence
+        if kind == "use":
+            for passage in _quotations(line, skill.name):
+                yield "quote", passage
+        min_shared_words = 1 if kind == "use" else _MIN_SHARED_FEATURE_WORDS
+        for passage in passages:
+            if _num_shared_words(passage.request, skill) >= min_shared_words:
+                yield kind, passage
 
 
-def _query_of(passage: str) -> str:
-    """Return a passage as a query: one line, without markup and lead-in.
+def _num_shared_words(request: str, skill: Skill) -> int:
+    """Count the words, besides the verb, that a request shares with the name or description."""
+    long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
+    return len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
 
-    Only the first sentences of a long passage are kept.
+
+def _quotations(text: str, name: str) -> Iterator[Passage]:
+    """Yield the quotations in a text that are requests of a user and do not name the skill."""
+    for quotation in _QUOTED.findall(text):
+        request = one_line(quotation).rstrip(" ,;:，；：")
+        is_spoken = pattern("spoken").match(request) is not None
+        is_request = is_spoken or any(passages_of(request, name, is_about_use=True))
+        is_complete = num_words(request) >= MIN_WORDS and not pattern("gap").search(request)
+        if is_request and is_complete and not names_skill(request, name):
+            yield Passage(quotation, request)
+
+
+def _says_purpose(description: str, skill: Skill) -> bool:
+    """Return whether a description, without a passage, says what the skill is for.
+
+    This is so if the first sentence is left, or another one that says a task.
     """
-    for pattern, replacement in _MARKUP:
-        passage = pattern.sub(replacement, passage)
-    sentences = _SENTENCE_END.split(" ".join(passage.split()).strip(" -–—:："))
-    while len(sentences) > 1 and num_words(" ".join(sentences)) > MAX_WORDS:
-        sentences.pop()
-    return _LEAD.sub("", " ".join(sentences).strip())
+    if description.startswith(sentences_of(skill.description)[0]):
+        return True
+    return any(
+        num_words(clause) >= MIN_WORDS and says_task(clause, skill.name)
+        for clause in clauses_of(description)
+    )
+
+
+def _is_description(paragraph: str) -> bool:
+    """Return whether the first paragraph of a body can be the description of the skill."""
+    is_prose = num_words(paragraph) >= _MIN_PARAGRAPH_WORDS and paragraph[-1] in ".!。！"
+    return is_prose and not pattern("order").search(paragraph)
+
+
+def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
+    """Remove a passage, and clauses that repeat its request, from a description.
+
+    The whole sentence is removed if the others say what the skill is for.
+    """
+    remaining = description
+    for sentence in sentences_of(description):
+        if passage.text in sentence:
+            remaining = remaining.replace(sentence, "")
+    remaining = _without_repeats(remaining, passage.request).strip()
+    if _says_purpose(remaining, skill):
+        return remaining
+    remaining = _without_repeats(description.replace(passage.text, ""), passage.request)
+    return _LOOSE_SIGNS.sub("", remaining)
+
+
+def _without_repeats(text: str, request: str) -> str:
+    """Remove the clauses of a text that have nearly the words of a request."""
+    request_words = set(words_of(request))
+    for clause in clauses_of(text):
+        words = set(words_of(clause))
+        num_shared = len(words & request_words)
+        if num_shared > 0 and num_shared >= _MIN_OVERLAP * len(words | request_words):
+            text = text.replace(clause, "")
+    return text

@@ -159,8 +159,8 @@ def names_skill(query: str, name: str) -> bool:
     )
 
 
-def without_name(text: str, name: str) -> str:
-    """Remove the words that spell `name` from a text, and put it on one line.
+def without_name(text: str, name: str, mark: str = "") -> str:
+    """Replace the words that spell `name` in a text by a mark, and put the text on one line.
 
     Case and separators do not matter. Other Unicode forms of the letters, such as full-width
     letters, are not found.
@@ -178,4 +178,4 @@ def without_name(text: str, name: str) -> str:
     letter = r"[^\W_" + CJK + "]"
     start = rf"(?<!{letter})" if _IS_LATIN.match(words[0]) else ""
     end = rf"(?!{letter})" if _IS_LATIN.match(words[-1]) else ""
-    return one_line(re.sub(f"{start}(?i:{pattern}){end}", " ", text))
+    return one_line(re.sub(f"{start}(?i:{pattern}){end}", f" {mark} ", text))

@@ -5,6 +5,7 @@ or own_text.py makes them without a model.
 """
 
 import hashlib
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -337,17 +338,21 @@ def _from_own_text(
     Also writes the pool to `out`, with its safety flags. The passages that became queries are
     removed from the skills.
     """
-    values: list[tuple[PlannedQuery, str]] = []
-    dropped: list[Dropped] = []
+    # Make the queries of each skill, and note which skills have the same query.
     pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts_by_skill: dict[str, list[str]] = {}
-    first_owners: dict[str, str] = {}  # id of the first skill with a text, by casefolded text
+    owners_by_text: dict[str, list[str]] = defaultdict(list)  # skill ids by casefolded query
+    for skill_id in dict.fromkeys(query.skill_id for query in planned):
+        texts_by_skill[skill_id], pool[skill_id] = own_queries(
+            pool[skill_id], config.num_queries_per_skill, config.seed
+        )
+        for text in texts_by_skill[skill_id]:
+            owners_by_text[text.casefold()].append(skill_id)
+
+    values: list[tuple[PlannedQuery, str]] = []
+    dropped: list[Dropped] = []
     for query in planned:
         skill_id = query.skill_id
-        if skill_id not in texts_by_skill:
-            texts_by_skill[skill_id], pool[skill_id] = own_queries(
-                query.skill, config.num_queries_per_skill, config.seed
-            )
         texts = texts_by_skill[skill_id]
 
         # A skill may have fewer passages than planned queries.
@@ -356,14 +361,17 @@ def _from_own_text(
             dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
             continue
 
-        # A text that an earlier skill has too is no query.
+        # A query that several skills have does not tell which of them is right.
         text = texts[query.number - 1]
-        owner = first_owners.setdefault(text.casefold(), skill_id)
-        if owner == skill_id:
+        owners = owners_by_text[text.casefold()]
+        if len(owners) == 1:
             values.append((query, text))
         else:
             reason = "another skill has the same passage"
-            dropped.append(Dropped(query.query_id, skill_id, "duplicate", reason, other_id=owner))
+            other_id = owners[1] if owners[0] == skill_id else owners[0]
+            dropped.append(
+                Dropped(query.query_id, skill_id, "duplicate", reason, other_id=other_id)
+            )
 
     write_table(pool.values(), SKILLS, out)
     flags = read_flags(config.pool)

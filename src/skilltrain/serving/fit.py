@@ -317,8 +317,10 @@ def _query_recipe(config: FitConfig, pool: str) -> Recipe:
         "seed": config.seed,
     }
     # A model writes half of its queries in few words. Without a model, queries are passages that
-    # are cut from skills, and their length is fixed.
-    if not _cuts_queries(config):
+    # are cut from skills. Their length is fixed, and many skills have fewer than are asked for.
+    if _cuts_queries(config):
+        recipe["num_queries_per_skill"] = 3
+    else:
         recipe["terse_share"] = 0.5
     recipe["pool"] = pool
     return recipe

@@ -1,0 +1,213 @@
+"""Requests from the skills' own texts can be understood alone, and are not left in the texts."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skilltrain.data.imperatives import MAX_WORDS, MIN_WORDS, passages_of
+from skilltrain.data.own_text import own_queries
+from skilltrain.data.pool.read import read_source
+from skilltrain.data.query_texts import names_skill
+from skilltrain.records import Skill
+from skilltrain.texts import num_words
+
+LIBRARY = Path(__file__).parent.parent / "examples" / "skill_library" / "skills"
+BODY = """# Invoice Sorter
+This skill renames scanned invoices after their suppliers.
+
+## When to use
+- User wants to sort **scanned invoices** by supplier and month
+- Questions such as "Which supplier overcharged us last quarter?"
+- Spreadsheets, monthly closings
+## Features
+- Match invoices with purchase orders automatically
+- Fast and reliable
+## Workflow
+Read the configuration file before each run. Use `invoice-sorter`!
+```bash
+python sort.py --input secret_folder
+```
+## When not to use
+- Paying salaries or planning next year's budget
+"""
+DESCRIPTION = "Files scanned invoices and orders of one office. Use when paper piles up there."
+INVOICES = Skill("s1", "invoice-sorter", DESCRIPTION, BODY)
+BODY_ZH = """# 发票整理
+## 使用场景
+- 当用户需要整理扫描的发票和收据时
+## 工作流程
+读取配置文件，然后再运行脚本。
+"""
+
+
+def requests(text: str, name: str = "some-name", **settings: bool) -> list[str]:
+    """Return the requests in a text of a skill."""
+    return [passage.request for passage in passages_of(text, name, **settings)]
+
+
+@pytest.mark.parametrize(
+    ("text", "request_text"),
+    [
+        ("Extract tables from PDF files.", "Extract tables from PDF files"),
+        ("This skill extracts tables from PDF files.", "Extract tables from PDF files"),
+        ("Helps you to extract tables from files.", "Extract tables from files"),
+        ("Use when the user asks to merge many PDF files.", "Merge many PDF files"),
+        ("Use this skill when merging large PDF files (any size).", "Merge large PDF files"),
+        ("Use for stopping jobs, or when planning a big trip.", "Plan a big trip"),
+        ("Analyzes the user's invoices and finds wrong sums.", "Analyze my invoices"),
+        ("Automatically turn your notes into slides 📊", "Turn my notes into slides"),
+        ("Monitors checks and notifies a team of faults", "Monitor checks and notify a team"),
+        ("该工具能够创建带有公司标识的发票。", "创建带有公司标识的发票"),
+        ("当用户需要查询股票的历史价格时使用。", "查询股票的历史价格"),
+    ],
+)
+def test_clause_becomes_imperative_request(text: str, request_text: str):
+    assert requests(text)[0].startswith(request_text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "v5 vs v6 API Changes",  # a heading
+        "Red Flags - STOP and Check Skills",
+        "A fast and complete toolkit for tables.",  # no verb
+        "This skill provides guidance for pandas users.",  # about the skill itself
+        "Supports CSV files and JSON files.",
+        "Always read the reference file first.",  # an order to the agent
+        "Never delete the tables of a user.",
+        "Create the table with `create_table(name)`.",  # code
+        "Writing changelogs by hand is tedious.",  # a statement
+        "Generate the answer before the",  # cut off
+        "Get more of it below in this file.",
+        "Design tokens, global styles and page templates",  # nouns
+        "Triggers: find pain points, search the market, get new ideas",
+        "Investigar dominios desconocidos con mapeo barato.",
+        "获取新客户的成本是保留现有客户的五倍。",
+    ],
+)
+def test_fragment_makes_no_request(text: str):
+    assert requests(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Creating new slides for a talk", ["Create new slides for a talk"]),
+        ("Design patterns for a web shop", []),
+    ],
+)
+def test_gerund_counts_only_where_use_is_described(text: str, expected: list[str]):
+    assert requests(text, is_about_use=True) == expected
+    assert requests(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("Manage incidents and on-call schedules via PagerDuty API.", 5),
+        ("PagerDuty lists all open incidents of a team.", 7),
+        ("List all PagerDuty incidents of a team.", 6),
+        ("Connect the phone to PagerDuty-bots of a team.", 0),
+    ],
+)
+def test_name_is_removed_with_its_phrase(text: str, expected: int):
+    words = [len(request.split()) for request in requests(text, "pager-duty")]
+
+    assert words == ([expected] if expected else [])
+
+
+def test_passages_become_queries():
+    queries, remainder = own_queries(INVOICES, 9, 0)
+
+    assert set(queries) == {
+        "Sort scanned invoices by supplier and month",
+        "Which supplier overcharged us last quarter?",
+        "Match invoices with purchase orders automatically",
+        "Rename scanned invoices after my suppliers",
+    }
+    for passage in ("by supplier and month", "overcharged", "purchase orders", "renames"):
+        assert passage in BODY
+        assert passage not in remainder.body
+    assert "secret_folder" in remainder.body
+    assert "salaries" in remainder.body
+    assert remainder.description == DESCRIPTION
+
+
+def test_chinese_passages_become_queries():
+    description = "按月份和供应商存放纸质文件。"
+
+    queries, remainder = own_queries(Skill("s1", "发票助手", description, BODY_ZH), 9, 0)
+
+    assert queries == ["整理扫描的发票和收据"]
+    assert remainder.description == description
+    assert "收据" not in remainder.body
+
+
+def test_description_keeps_saying_what_skill_does():
+    description = "Convert PDF tables to Excel sheets. Use when tables must be compared by hand."
+    skill = Skill("s1", "tables", description, "# Tables\nRun the script.")
+
+    queries, remainder = own_queries(skill, 2, 0)
+
+    assert (queries, remainder) == ([], skill)
+
+
+def test_repeats_of_passage_are_removed():
+    description = "Tidy bookkeeping for small shops. Match invoices with purchase orders."
+    body = "# Sorter\n\nMatch all invoices with purchase orders.\n\nWork through the list."
+
+    queries, remainder = own_queries(Skill("s1", "sorter", description, body), 1, 0)
+
+    assert queries[0] in {
+        "Match invoices with purchase orders",
+        "Match all invoices with purchase orders",
+    }
+    assert "Match" not in remainder.description + remainder.body
+    assert remainder.description.startswith("Tidy bookkeeping for small shops.")
+
+
+def test_first_paragraph_replaces_masked_description():
+    paragraph = "A command line program that cuts long recordings and cleans their sound."
+    skill = Skill("s1", "wave", "Remove noise from speech recordings.", f"# Wave\n\n{paragraph}")
+
+    queries, remainder = own_queries(skill, 2, 0)
+
+    assert queries == ["Remove noise from speech recordings"]
+    assert remainder.description == paragraph
+
+
+def test_same_seed_gives_same_queries():
+    skills = [Skill(f"s{i}", INVOICES.name, DESCRIPTION, BODY) for i in range(20)]
+
+    results = [own_queries(skill, 1, 0) for skill in skills]
+
+    assert results == [own_queries(skill, 1, 0) for skill in skills]
+    assert len({queries[0] for queries, _ in results}) > 2, "skills differ in the kind of passage"
+
+
+def test_real_skills_give_queries():
+    skills = [skill for skill in read_source(LIBRARY) if isinstance(skill, Skill)]
+    assert len(skills) > 150
+
+    num_with_query = 0
+    for skill in skills:
+        queries, remainder = own_queries(skill, 2, 0)
+        num_with_query += len(queries) > 0
+        assert remainder.description
+        for query in queries:
+            assert MIN_WORDS <= num_words(query) <= MAX_WORDS
+            assert not names_skill(query, skill.name)
+            assert query not in f"{remainder.description}\n{remainder.body}"
+
+    assert num_with_query >= 0.6 * len(skills)
+
+
+@given(st.text(max_size=300), st.text(max_size=20))
+def test_any_skill_gives_valid_queries(text: str, name: str):
+    queries, remainder = own_queries(Skill("s", name, text, text), 3, 0)
+
+    assert len(queries) <= 3
+    assert not any(names_skill(query, name) for query in queries)
+    assert not queries or remainder.description
