@@ -26,7 +26,7 @@ train recipes/tiny/sr_emb_minilm.yaml $runs/encoder
 # 5. Train a reranker, which starts from the encoder. It reads the same lists, to save time. A real
 #    one learns from the encoder's own candidates: launch/tiny_data.sh shows how to make these lists.
 train recipes/tiny/sr_rank_minilm.yaml $runs/reranker model.source=$runs/encoder model.max_tokens=128 \
-  data.pool=$runs/pool data.lists=$runs/lists data.max_lists=320
+  data.pool=$runs/pool data.lists=$runs/lists data.max_lists=240
 # 6. Compare four systems on held-out queries.
 skilltrain evaluate recipes/quickstart_systems.yaml
 cp $runs/report/metrics.json $runs/report/report.html $runs/
