@@ -81,9 +81,10 @@ CALIBRATOR = Calibrator(
     rankers=("a",),
     weights=(1.0, 2.0, 0.5),
     intercept=-3.0,
-    threshold=0.6,
-    least=(0.5,),
     miss=0.5,
+    fit_weights=(0.1, 0.1, 4.0),
+    fit_intercept=-3.0,
+    threshold=0.6,
 )
 
 
@@ -104,13 +105,13 @@ def test_extreme_logits_do_not_overflow():
 @pytest.mark.parametrize(
     ("trace", "fits"),
     [
-        (traced([2.0, 1.0], a=1.0), True),
-        (traced([9.0, 1.0], a=0.4), False),
-        (traced([0.0, 0.0], a=1.0), False),
-        (traced([], a=0.0), False),
+        (traced([2.0, 1.0], a=1.0), True),  # the logit is .2 + .1 + 4 - 3
+        (traced([2.0, 1.0], a=0.5), False),
+        (traced([9.0, 1.0], a=0.5), True),
+        (traced([], a=9.0), False),
     ],
 )
-def test_fit_needs_probability_with_top_score(trace, fits):
+def test_fit_has_weights_of_its_own(trace, fits):
     assert CALIBRATOR.answers(trace) == fits
 
 
@@ -169,13 +170,15 @@ def test_general_requests_are_distinct():
         {"intercept": 1e308},
         {"threshold": 1.5},
         {"threshold": -0.1},
-        {"least": ()},
-        {"least": (0.5, 0.5)},
+        {"least": (0.5,)},
+        {"fit_weights": (1.0, 2.0)},
+        {"fit_weights": (1.0, 2.0, -1.0)},
+        {"fit_intercept": float("inf")},
         {"miss": 2.0},
     ],
 )
 def test_unusable_calibrator_is_refused(changes):
-    with raises("invalid-setting"):
+    with raises("unknown-setting" if "least" in changes else "invalid-setting"):
         validate(Calibrator, CALIBRATOR.model_dump() | changes, "calibrator")
 
 

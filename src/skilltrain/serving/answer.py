@@ -21,7 +21,9 @@ from skilltrain.records import Ranking
 # Limits that keep the sum of weighted features finite.
 _MAX_WEIGHT = 1e12
 _MAX_INTERCEPT = 1e18
-Probability = Annotated[float, Field(ge=0, le=1)]
+_Weight = Annotated[float, Field(ge=0, le=_MAX_WEIGHT)]
+_Intercept = Annotated[float, Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)]
+_Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -153,51 +155,61 @@ class Trace:
 class Calibrator(Config):
     """Turns the scores of a trace into probabilities, and decides whether a skill fits.
 
+    Two logistic functions have the same features. One gives the probability that a certain skill
+    serves a task, the other the probability that the pool has a skill that does.
+
     Attributes:
         rankers: Rankers whose top scores are features.
-        weights: Weights of score, lead and the top scores of `rankers`.
-        intercept: Constant of the logistic function.
-        threshold: Lowest probability of the first skill for which a task is answered.
-        least: Lowest top score by each ranker for which a task is answered. Even for a task that
-            resembles no skill, some skill stands out among the others.
+        weights: Weights of score, lead and the top scores of `rankers`, for a certain skill.
+        intercept: Constant of the logistic function for a certain skill.
         miss: Highest value of 1 - probability for a skill of the likely set.
+        fit_weights: Weights of the features of the first skill, for any skill of the pool.
+        fit_intercept: Constant of the logistic function for any skill of the pool.
+        threshold: Lowest probability of any skill for which a task is answered.
     """
 
     rankers: tuple[str, ...]
-    weights: tuple[Annotated[float, Field(ge=0, le=_MAX_WEIGHT)], ...]
-    intercept: float = Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)
-    threshold: Probability
-    least: tuple[float, ...]
-    miss: Probability
+    weights: tuple[_Weight, ...]
+    intercept: _Intercept
+    miss: _Probability
+    fit_weights: tuple[_Weight, ...]
+    fit_intercept: _Intercept
+    threshold: _Probability
 
     @model_validator(mode="after")
-    def _one_value_for_each_feature(self) -> "Calibrator":
-        num_rankers = len(self.rankers)
-        if len(self.weights) != 2 + num_rankers:  # score, lead, and one for each ranker
-            problem = f"{num_rankers} rankers need {2 + num_rankers} weights"
-            raise ValueError(f"{problem}, and there are {len(self.weights)}")
-        if len(self.least) != num_rankers:
-            problem = f"{num_rankers} rankers need as many values of least"
-            raise ValueError(f"{problem}, and there are {len(self.least)}")
+    def _one_weight_for_each_feature(self) -> "Calibrator":
+        num_features = 2 + len(self.rankers)  # score, lead, and one for each ranker
+        for weights in (self.weights, self.fit_weights):
+            if len(weights) != num_features:
+                problem = f"{len(self.rankers)} rankers need {num_features} weights"
+                raise ValueError(f"{problem}, and there are {len(weights)}")
         return self
 
     def probabilities(self, trace: Trace) -> np.ndarray:
         """Return the probability of each skill of the final ranking that it serves the task."""
-        logits = trace.features(self.rankers) @ np.array(self.weights) + self.intercept
-        return (1 + np.tanh(logits / 2)) / 2  # the logistic function, without overflow
+        return logistic(trace.features(self.rankers), self.weights, self.intercept)
+
+    def fit_probability(self, trace: Trace) -> float:
+        """Return the probability that any skill serves the task. It is 0 without a skill."""
+        if not trace.ranking:
+            return 0.0
+        first_features = trace.features(self.rankers)[:1]
+        return float(logistic(first_features, self.fit_weights, self.fit_intercept)[0])
 
     def answers(self, trace: Trace) -> bool:
         """Return whether the router answers the task, because some skill probably serves it."""
-        for score, limit in zip(trace.top_scores(self.rankers), self.least, strict=True):
-            if score < limit:
-                return False
-        best = max(self.probabilities(trace), default=-1.0)
-        return bool(best >= self.threshold)
+        return bool(trace.ranking) and self.fit_probability(trace) >= self.threshold
 
     def num_likely(self, trace: Trace) -> int:
         """Return the size of the likely set; see `Answer.num_likely`."""
         is_likely = 1 - self.probabilities(trace) <= self.miss
         return int(np.count_nonzero(is_likely))
+
+
+def logistic(rows: np.ndarray, weights: Sequence[float], intercept: float) -> np.ndarray:
+    """Return the logistic function of weighted features, [row]. `rows` are [row, feature]."""
+    logits = rows @ np.array(weights) + intercept
+    return (1 + np.tanh(logits / 2)) / 2  # this form cannot overflow
 
 
 class Calibration(Config):

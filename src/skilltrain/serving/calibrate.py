@@ -118,10 +118,10 @@ class Calibrate(Stage):
 
         # Route all requests. Both cases of a query are in the same fold.
         task_folds = assign_folds(tasks, self.folds, self.seed)
-        cases = _route_tasks(router, tasks)
-        unserved_cases = _route_unserved(router, GENERAL_REQUESTS, "general")
+        cases = route_tasks(router, tasks)
+        unserved_cases = route_unserved(router, GENERAL_REQUESTS, "general")
         if self.unserved is not None:
-            unserved_cases += _route_unserved(router, self.unserved, "unserved")
+            unserved_cases += route_unserved(router, self.unserved, "unserved")
         num_folds = task_folds.max() + 1
         unserved_folds = np.arange(len(unserved_cases)) % num_folds
         unserved_folds = np.random.default_rng(self.seed).permutation(unserved_folds)
@@ -174,6 +174,11 @@ class Case(NamedTuple):
         """Whether the first skill serves the request."""
         return any(self.is_right[:1])
 
+    @property
+    def is_found(self) -> bool:
+        """Whether one of the first skills serves the request."""
+        return any(self.is_right[:_MAX_RANK])
+
 
 def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
     """Yield the gold skills of all tasks. They may repeat."""
@@ -197,7 +202,7 @@ def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) 
     return router.with_skills([*skills.values()])
 
 
-def _route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
+def route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
     kinds: tuple[CaseKind, ...] = ("served", "hidden")
     cases: list[Case] = []
@@ -215,7 +220,7 @@ def _route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
     return cases
 
 
-def _route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
+def route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
     """Route requests of a file that no skill serves."""
     cases: list[Case] = []
     for query in read_unserved(file):
@@ -226,9 +231,6 @@ def _route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
 
 def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
-
-    General requests that the router finds a skill for, as surely as for an average query, are left
-    out: the pool may well have a skill for some of them.
 
     Args:
         cases: Routed requests.
@@ -241,45 +243,37 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
-    calibrator = _fit_probabilities(cases)
-    served = [_confidence(calibrator, case) for case in cases if case.kind == "served"]
-    average = float(np.median(served))
-    clear_cases: list[Case] = []
-    for case in cases:
-        if case.kind != "general" or _confidence(calibrator, case) < average:
-            clear_cases.append(case)
-    return _fit_limits(_fit_probabilities(clear_cases), clear_cases, config)
-
-
-def _confidence(calibrator: Calibrator, case: Case) -> float:
-    """Return the probability of the best skill, or 0 without a skill."""
-    return float(max(calibrator.probabilities(case.trace), default=0.0))
-
-
-def _fit_probabilities(cases: Sequence[Case]) -> Calibrator:
-    """Fit the probabilities of a router. The limits of the calibrator do not refuse any request."""
-    # A row is one of the first skills of a ranking. Lower ranks do not count.
     rankers = tuple(cases[0].trace.rankings_by_ranker)
-    features = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
-    labels = [case.is_right[:_MAX_RANK] for case in cases]
-    rows = np.concatenate(features)  # [row, feature]
-    weights, intercept = fit_logistic(rows, np.concatenate(labels))
-    return Calibrator(
+    features = [case.trace.features(rankers) for case in cases]  # [skill, feature] of each case
+
+    # Probability of a certain skill: a row is one of the first skills of a ranking.
+    rows = np.concatenate([case_features[:_MAX_RANK] for case_features in features])
+    labels = np.concatenate([case.is_right[:_MAX_RANK] for case in cases])  # [row]
+    weights, intercept = fit_logistic(rows, labels)
+
+    # Probability of any skill: a row is the first skill of a ranking. Served queries whose skills
+    # the router does not find are left out, because an answer would not help them.
+    is_clear = [case.kind != "served" or case.is_found for case in cases]
+    clear_cases = [case for case in compress(cases, is_clear) if case.trace.ranking]
+    first_rows = np.concatenate([rows[:1] for rows in compress(features, is_clear)])
+    is_served = np.array([case.kind == "served" for case in clear_cases])
+    fit_weights, fit_intercept = fit_logistic(first_rows, is_served)
+
+    # Begin with limits that refuse no request.
+    unlimited = Calibrator(
         rankers=rankers,
         weights=tuple(weights.tolist()),
         intercept=intercept,
-        threshold=0.0,
-        least=(0.0,) * len(rankers),
         miss=1.0,
+        fit_weights=tuple(fit_weights.tolist()),
+        fit_intercept=fit_intercept,
+        threshold=0.0,
     )
+    return _fit_limits(unlimited, cases, config)
 
 
 def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
-    """Return the calibrator with its limits `threshold`, `least` and `miss`.
-
-    A request is answered if its best skill has at least the probability `threshold`, and if no
-    ranker finds it less similar to all skills than any served query (`least`). A skill is in the
-    likely set if its probability to be wrong is at most `miss`.
+    """Return the calibrator with its limits `threshold` and `miss`.
 
     Args:
         calibrator: Calibrator with fitted probabilities and without limits.
@@ -287,31 +281,28 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
         config: `answered` is the share of the served queries that the router is to answer.
             `contained` is the share of them whose likely set is to hold a right skill.
     """
-    confidence = np.array([_confidence(calibrator, case) for case in cases])  # [case]
-    kinds = np.array([case.kind for case in cases])  # [case]
-    is_served = kinds == "served"
-    is_hidden = kinds == "hidden"
-    if config.answered is None:
-        is_unserved = ~is_served & ~is_hidden  # general requests, and those of the user
-        unserved = [confidence[rows] for rows in (is_hidden, is_unserved) if rows.any()]
-        threshold = balance(confidence[is_served], unserved)
-    else:
-        threshold = bound(confidence[is_served], config.answered)
+    served_cases = [case for case in cases if case.kind == "served"]
 
-    top_scores: list[list[float]] = []  # [served query, ranker]
+    def fit_probabilities(selected: Sequence[Case]) -> np.ndarray:
+        return np.array([calibrator.fit_probability(case.trace) for case in selected])
+
+    if config.answered is None:
+        hidden_cases = [case for case in cases if case.kind == "hidden"]
+        other_cases = [case for case in cases if case.kind in ("general", "unserved")]
+        threshold = balance(
+            fit_probabilities([case for case in served_cases if case.is_found]),
+            [fit_probabilities(hidden_cases), fit_probabilities(other_cases)],
+        )
+    else:
+        threshold = bound(fit_probabilities(served_cases), config.answered)
+
     best_right_probabilities: list[float] = []  # [served query]
-    for case in compress(cases, is_served):
-        top_scores.append(case.trace.top_scores(calibrator.rankers))
+    for case in served_cases:
         right_probabilities = calibrator.probabilities(case.trace)[case.is_right]
         best_right_probabilities.append(max(right_probabilities, default=0.0))
     lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
-    return calibrator.model_copy(
-        update={
-            "threshold": threshold,
-            "least": tuple(np.min(top_scores, axis=0).tolist()),
-            "miss": 1 - lowest_likely_probability,  # as a probability to be wrong
-        }
-    )
+    miss = 1 - lowest_likely_probability  # as a probability to be wrong
+    return calibrator.model_copy(update={"threshold": threshold, "miss": miss})
 
 
 def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
@@ -426,7 +417,9 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     right = np.array([case.first_is_right for case in cases])
     answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
     num_likely = np.array([calibrator.num_likely(case.trace) for calibrator, case in pairs])
-    confidence = np.array([_confidence(calibrator, case) for calibrator, case in pairs])
+    confidence = np.array(
+        [max(calibrator.probabilities(case.trace), default=0.0) for calibrator, case in pairs]
+    )
     contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
 
     served = kinds == "served"
