@@ -132,7 +132,7 @@ def test_interrupted_calibration_is_made_again(untrained, skills):
 def test_one_skill_gets_a_router_without_calibration(tmp_path, capsys):
     folder = tmp_path / "skills" / "extra"
     folder.mkdir(parents=True)
-    text = "---\nname: extra\ndescription: water the plants on the balcony in dry weeks\n---\nPour.\n"
+    text = "---\nname: extra\ndescription: water the plants on a balcony\n---\nPour.\n"
     (folder / "SKILL.md").write_text(text)
 
     skilltrain.fit(tmp_path / "skills", tmp_path / "router", train=False)

@@ -21,9 +21,6 @@ from skilltrain.records import Ranking
 # Limits that keep the sum of weighted features finite.
 _MAX_WEIGHT = 1e12
 _MAX_INTERCEPT = 1e18
-_Weight = Annotated[float, Field(ge=0, le=_MAX_WEIGHT)]
-_Intercept = Annotated[float, Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)]
-_Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -152,49 +149,59 @@ class Trace:
         return np.column_stack([scores, leads, top_scores])
 
 
+class Logistic(Config):
+    """Logistic function of features that never falls as a feature rises.
+
+    Attributes:
+        weights: Weight of each feature.
+        intercept: Constant.
+    """
+
+    weights: tuple[Annotated[float, Field(ge=0, le=_MAX_WEIGHT)], ...]
+    intercept: float = Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)
+
+    def probabilities(self, rows: np.ndarray) -> np.ndarray:
+        """Return the probability of each row, [row]. `rows` are [row, feature]."""
+        logits = rows @ np.array(self.weights) + self.intercept
+        return (1 + np.tanh(logits / 2)) / 2  # this form cannot overflow
+
+
 class Calibrator(Config):
     """Turns the scores of a trace into probabilities, and decides whether a skill fits.
 
-    Two logistic functions have the same features. One gives the probability that a certain skill
-    serves a task, the other the probability that the pool has a skill that does.
+    Features are score, lead, and the top scores of `rankers` (see `Trace.features`).
 
     Attributes:
         rankers: Rankers whose top scores are features.
-        weights: Weights of score, lead and the top scores of `rankers`, for a certain skill.
-        intercept: Constant of the logistic function for a certain skill.
+        serves: Probability that a certain skill serves a task, from the skill's features.
         miss: Highest value of 1 - probability for a skill of the likely set.
-        fit_weights: Weights of the features of the first skill, for any skill of the pool.
-        fit_intercept: Constant of the logistic function for any skill of the pool.
+        fits: Probability that any skill serves a task, from the features of the first skill.
         threshold: Lowest probability of any skill for which a task is answered.
     """
 
     rankers: tuple[str, ...]
-    weights: tuple[_Weight, ...]
-    intercept: _Intercept
-    miss: _Probability
-    fit_weights: tuple[_Weight, ...]
-    fit_intercept: _Intercept
-    threshold: _Probability
+    serves: Logistic
+    miss: float = Field(ge=0, le=1)
+    fits: Logistic
+    threshold: float = Field(ge=0, le=1)
 
     @model_validator(mode="after")
     def _one_weight_for_each_feature(self) -> "Calibrator":
         num_features = 2 + len(self.rankers)  # score, lead, and one for each ranker
-        for weights in (self.weights, self.fit_weights):
-            if len(weights) != num_features:
+        for function in (self.serves, self.fits):
+            if len(function.weights) != num_features:
                 problem = f"{len(self.rankers)} rankers need {num_features} weights"
-                raise ValueError(f"{problem}, and there are {len(weights)}")
+                raise ValueError(f"{problem}, and there are {len(function.weights)}")
         return self
 
     def probabilities(self, trace: Trace) -> np.ndarray:
         """Return the probability of each skill of the final ranking that it serves the task."""
-        return logistic(trace.features(self.rankers), self.weights, self.intercept)
+        return self.serves.probabilities(trace.features(self.rankers))
 
     def fit_probability(self, trace: Trace) -> float:
         """Return the probability that any skill serves the task. It is 0 without a skill."""
-        if not trace.ranking:
-            return 0.0
         first_features = trace.features(self.rankers)[:1]
-        return float(logistic(first_features, self.fit_weights, self.fit_intercept)[0])
+        return float(max(self.fits.probabilities(first_features), default=0.0))
 
     def answers(self, trace: Trace) -> bool:
         """Return whether the router answers the task, because some skill probably serves it."""
@@ -204,12 +211,6 @@ class Calibrator(Config):
         """Return the size of the likely set; see `Answer.num_likely`."""
         is_likely = 1 - self.probabilities(trace) <= self.miss
         return int(np.count_nonzero(is_likely))
-
-
-def logistic(rows: np.ndarray, weights: Sequence[float], intercept: float) -> np.ndarray:
-    """Return the logistic function of weighted features, [row]. `rows` are [row, feature]."""
-    logits = rows @ np.array(weights) + intercept
-    return (1 + np.tanh(logits / 2)) / 2  # this form cannot overflow
 
 
 class Calibration(Config):

@@ -24,7 +24,7 @@ from skilltrain.files import write_json
 from skilltrain.metrics.benchmarks.benchmark import Task, add_copies, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.bootstrap import share
-from skilltrain.serving.answer import Calibration, Calibrator, Trace
+from skilltrain.serving.answer import Calibration, Calibrator, Logistic, Trace
 from skilltrain.serving.index import AllowedServers
 from skilltrain.serving.indexing import CALIBRATION_FILE
 from skilltrain.serving.router import Router
@@ -103,7 +103,7 @@ class Calibrate(Stage):
         """Write the calibration, and return its metrics.
 
         Raises:
-            SkilltrainError: The router lacks a gold skill, all queries have the same gold skill, or
+            SkilltrainError: The router lacks a gold skill, all queries are for the same skills, or
                 the router's first skill is never right.
         """
         router = Router.load(self.router, self.allow_servers)
@@ -117,21 +117,19 @@ class Calibrate(Stage):
             router = _without_passages(router, tasks, self.masked_pool)
 
         # Route all requests. Both cases of a query are in the same fold.
-        task_folds = assign_folds(tasks, self.folds, self.seed)
         cases = route_tasks(router, tasks)
+        task_folds = assign_folds(tasks, self.folds, self.seed)
         unserved_cases = route_unserved(router, GENERAL_REQUESTS, "general")
         if self.unserved is not None:
             unserved_cases += route_unserved(router, self.unserved, "unserved")
-        num_folds = task_folds.max() + 1
-        unserved_folds = np.arange(len(unserved_cases)) % num_folds
-        unserved_folds = np.random.default_rng(self.seed).permutation(unserved_folds)
+        unserved_folds = np.arange(len(unserved_cases)) % (task_folds.max() + 1)
         cases += unserved_cases
-        case_folds = np.concatenate([np.repeat(task_folds, 2), unserved_folds])
+        folds = np.append(np.repeat(task_folds, 2), unserved_folds)  # [case]
 
         calibrator = fit_calibrator(cases, self)
         if calibrator.threshold == 0:
             say("warning: the threshold is 0, because the queries are too few for this `answered`")
-        metrics = _cross_validate(cases, case_folds, self)
+        metrics = _cross_validate(cases, folds, self)
         calibration = Calibration(
             system=record.rankers,
             models=record.models,
@@ -243,32 +241,25 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
+    # Probability that a certain skill serves the request: a row for each of the first skills.
     rankers = tuple(cases[0].trace.rankings_by_ranker)
-    features = [case.trace.features(rankers) for case in cases]  # [skill, feature] of each case
+    rows = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
+    labels = [case.is_right[:_MAX_RANK] for case in cases]
+    serves = fit_logistic(np.concatenate(rows), np.concatenate(labels))
 
-    # Probability of a certain skill: a row is one of the first skills of a ranking.
-    rows = np.concatenate([case_features[:_MAX_RANK] for case_features in features])
-    labels = np.concatenate([case.is_right[:_MAX_RANK] for case in cases])  # [row]
-    weights, intercept = fit_logistic(rows, labels)
+    # Probability that any skill does: a row for the first skill. A served query whose skills are
+    # not found is left out, because an answer would not help.
+    first_rows: list[np.ndarray] = []
+    is_served: list[bool] = []
+    for case in cases:
+        is_missed = case.kind == "served" and not case.is_found
+        if case.trace.ranking and not is_missed:
+            first_rows.append(case.trace.features(rankers)[0])
+            is_served.append(case.kind == "served")
+    fits = fit_logistic(np.array(first_rows), np.array(is_served))
 
-    # Probability of any skill: a row is the first skill of a ranking. Served queries whose skills
-    # the router does not find are left out, because an answer would not help them.
-    is_clear = [case.kind != "served" or case.is_found for case in cases]
-    clear_cases = [case for case in compress(cases, is_clear) if case.trace.ranking]
-    first_rows = np.concatenate([rows[:1] for rows in compress(features, is_clear)])
-    is_served = np.array([case.kind == "served" for case in clear_cases])
-    fit_weights, fit_intercept = fit_logistic(first_rows, is_served)
-
-    # Begin with limits that refuse no request.
-    unlimited = Calibrator(
-        rankers=rankers,
-        weights=tuple(weights.tolist()),
-        intercept=intercept,
-        miss=1.0,
-        fit_weights=tuple(fit_weights.tolist()),
-        fit_intercept=fit_intercept,
-        threshold=0.0,
-    )
+    # Begin with limits that refuse no request and no skill.
+    unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
     return _fit_limits(unlimited, cases, config)
 
 
@@ -281,23 +272,20 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
         config: `answered` is the share of the served queries that the router is to answer.
             `contained` is the share of them whose likely set is to hold a right skill.
     """
-    served_cases = [case for case in cases if case.kind == "served"]
-
-    def fit_probabilities(selected: Sequence[Case]) -> np.ndarray:
-        return np.array([calibrator.fit_probability(case.trace) for case in selected])
-
+    # Confidence is the probability that any skill serves a request.
+    kinds = np.array([case.kind for case in cases])  # [case]
+    confidence = np.array([calibrator.fit_probability(case.trace) for case in cases])  # [case]
+    is_served = kinds == "served"
+    is_hidden = kinds == "hidden"
     if config.answered is None:
-        hidden_cases = [case for case in cases if case.kind == "hidden"]
-        other_cases = [case for case in cases if case.kind in ("general", "unserved")]
-        threshold = balance(
-            fit_probabilities([case for case in served_cases if case.is_found]),
-            [fit_probabilities(hidden_cases), fit_probabilities(other_cases)],
-        )
+        is_found = np.array([case.is_found for case in cases])
+        unserved = [confidence[is_hidden], confidence[~is_served & ~is_hidden]]
+        threshold = balance(confidence[is_found], unserved)
     else:
-        threshold = bound(fit_probabilities(served_cases), config.answered)
+        threshold = bound(confidence[is_served], config.answered)
 
     best_right_probabilities: list[float] = []  # [served query]
-    for case in served_cases:
+    for case in compress(cases, is_served):
         right_probabilities = calibrator.probabilities(case.trace)[case.is_right]
         best_right_probabilities.append(max(right_probabilities, default=0.0))
     lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
@@ -320,19 +308,16 @@ def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
     if len(values) == 1:
         return float(values[0])
 
-    best_threshold = 0.0
-    lowest_loss = np.inf
-    for threshold in (values[1:] + values[:-1]) / 2:  # between two neighbouring values
+    thresholds = (values[1:] + values[:-1]) / 2  # between two neighbouring values
+    losses: list[float] = []
+    for threshold in thresholds:
         refused = np.mean(served < threshold)
-        falsely_answered = np.mean([np.mean(kind >= threshold) for kind in unserved])
-        loss = max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED)
-        if loss < lowest_loss:
-            best_threshold = float(threshold)
-            lowest_loss = loss
-    return best_threshold
+        falsely_answered = np.mean([np.mean(values >= threshold) for values in unserved])
+        losses.append(max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED))
+    return float(thresholds[np.argmin(losses)])
 
 
-def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
+def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
     """Fit a logistic regression without negative weights.
 
     Features are scaled to unit variance for the fit, and their weights have a small L2 penalty.
@@ -340,9 +325,6 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
     Args:
         rows: [row, feature] Features.
         labels: [row] Whether each row is positive.
-
-    Returns:
-        The weights, [feature], and the intercept.
     """
     from scipy.optimize import minimize
 
@@ -371,7 +353,8 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
 
     # Undo the scaling.
     weights = values[:-1] / spread
-    return weights, float(values[-1] - mean @ weights)
+    intercept = float(values[-1] - mean @ weights)
+    return Logistic(weights=tuple(weights.tolist()), intercept=intercept)
 
 
 def bound(values: np.ndarray, level: float) -> float:
