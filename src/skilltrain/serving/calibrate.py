@@ -313,7 +313,8 @@ def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
     for threshold in thresholds:
         refused = np.mean(served < threshold)
         falsely_answered = np.mean([np.mean(values >= threshold) for values in unserved])
-        losses.append(max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED))
+        loss = max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED)
+        losses.append(float(loss))
     return float(thresholds[np.argmin(losses)])
 
 
