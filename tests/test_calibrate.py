@@ -20,7 +20,7 @@ from skilltrain.metrics.benchmarks.load import read_unserved
 from skilltrain.metrics.bootstrap import share
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query
-from skilltrain.serving.answer import Calibrator, Trace
+from skilltrain.serving.answer import Calibrator, Logistic, Trace
 from skilltrain.serving.calibrate import (
     GENERAL_REQUESTS,
     assign_folds,
@@ -79,11 +79,10 @@ def test_long_request_has_top_score_of_short_one():
 
 CALIBRATOR = Calibrator(
     rankers=("a",),
-    weights=(1.0, 2.0, 0.5),
-    intercept=-3.0,
-    threshold=0.6,
-    least=(0.5,),
+    serves=Logistic(weights=(1.0, 2.0, 0.5), intercept=-3.0),
     miss=0.5,
+    fits=Logistic(weights=(0.1, 0.1, 4.0), intercept=-3.0),
+    threshold=0.6,
 )
 
 
@@ -104,13 +103,13 @@ def test_extreme_logits_do_not_overflow():
 @pytest.mark.parametrize(
     ("trace", "fits"),
     [
-        (traced([2.0, 1.0], a=1.0), True),
-        (traced([9.0, 1.0], a=0.4), False),
-        (traced([0.0, 0.0], a=1.0), False),
-        (traced([], a=0.0), False),
+        (traced([2.0, 1.0], a=1.0), True),  # the logit is .2 + .1 + 4 - 3
+        (traced([2.0, 1.0], a=0.5), False),
+        (traced([9.0, 1.0], a=0.5), True),
+        (traced([], a=9.0), False),
     ],
 )
-def test_fit_needs_probability_with_top_score(trace, fits):
+def test_fit_has_weights_of_its_own(trace, fits):
     assert CALIBRATOR.answers(trace) == fits
 
 
@@ -118,13 +117,12 @@ def test_fit_follows_frequencies():
     rows = np.array([[0.0, 1.0]] * 40 + [[1.0, 0.0]] * 40)
     labels = np.array([True] * 10 + [False] * 30 + [True] * 30 + [False] * 10)
 
-    weights, intercept = fit_logistic(rows, labels)
+    function = fit_logistic(rows, labels)
 
     # No weight is below zero.
-    assert weights[0] > 0
-    assert weights[1] == 0
-    logits = rows[[0, -1]] @ weights + intercept
-    assert 1 / (1 + np.exp(-logits)) == pytest.approx([0.25, 0.75], abs=0.03)
+    assert function.weights[0] > 0
+    assert function.weights[1] == 0
+    assert function.probabilities(rows[[0, -1]]) == pytest.approx([0.25, 0.75], abs=0.03)
 
 
 def test_threshold_balances_both_errors():
@@ -161,16 +159,15 @@ def test_general_requests_are_distinct():
 @pytest.mark.parametrize(
     "changes",
     [
-        {"weights": (1.0,)},
-        {"weights": (1.0,) * 9},
-        {"weights": (1.0, 2.0, -0.5)},
-        {"weights": (1.0, 2.0, 1e308)},
-        {"weights": (1.0, 2.0, float("nan"))},
-        {"intercept": 1e308},
+        {"serves": {"weights": (1.0,), "intercept": 0.0}},
+        {"serves": {"weights": (1.0,) * 9, "intercept": 0.0}},
+        {"serves": {"weights": (1.0, 2.0, -0.5), "intercept": 0.0}},
+        {"serves": {"weights": (1.0, 2.0, 1e308), "intercept": 0.0}},
+        {"serves": {"weights": (1.0, 2.0, float("nan")), "intercept": 0.0}},
+        {"fits": {"weights": (1.0, 2.0), "intercept": 0.0}},
+        {"fits": {"weights": (1.0, 2.0, 0.5), "intercept": 1e308}},
         {"threshold": 1.5},
         {"threshold": -0.1},
-        {"least": ()},
-        {"least": (0.5, 0.5)},
         {"miss": 2.0},
     ],
 )
@@ -303,7 +300,7 @@ def test_unserved_requests_change_the_fit(folders, calibration, tmp_path):
 
     without = json.loads((tmp_path / "out" / "calibration.json").read_text())
     with_file = json.loads((calibration[0] / "calibration.json").read_text())
-    assert without["calibrator"]["weights"] != with_file["calibrator"]["weights"]
+    assert without["calibrator"]["fits"] != with_file["calibrator"]["fits"]
 
 
 def test_number_of_queries_is_limited(folders, tmp_path):
@@ -335,7 +332,8 @@ def test_router_with_other_skills_leaves_the_first_alone(router):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("rankers", ["dense"]), ("rankers", ["fuse"]), ("weights", [1.0])]
+    ("key", "value"),
+    [("rankers", ["dense"]), ("rankers", ["fuse"]), ("weights", [1.0]), ("least", [])],
 )
 def test_calibration_that_cannot_be_applied_is_refused(folders, calibration, tmp_path, key, value):
     file = tmp_path / "calibration" / "calibration.json"

@@ -98,6 +98,49 @@ def test_fit_without_training_trains_nothing(untrained):
     assert not (out / "encoder").exists()
 
 
+def test_router_without_training_is_calibrated(untrained):
+    out, _ = untrained
+    router = Router.load(out)
+
+    assert router.route(TASK).fits
+    for request in ("thanks, continue", "not json", "hello", "谢谢"):
+        assert not router.route(request).fits
+
+
+def test_second_fit_keeps_the_calibration(untrained, skills):
+    out, _ = untrained
+    calibration = Index.open(out).record.calibration
+
+    skilltrain.fit(skills, out, train=False)
+
+    assert calibration is not None
+    assert Index.open(out).record.calibration == calibration
+
+
+def test_interrupted_calibration_is_made_again(untrained, skills):
+    """A calibration that the router has not taken in yet must not stop the next `fit`."""
+    out, _ = untrained
+    (file,) = out.glob("index-*/index.json")
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"calibration": None}))
+
+    skilltrain.fit(skills, out, train=False)
+
+    assert Index.open(out).record.calibration is not None
+
+
+def test_one_skill_gets_a_router_without_calibration(tmp_path, capsys):
+    folder = tmp_path / "skills" / "extra"
+    folder.mkdir(parents=True)
+    text = "---\nname: extra\ndescription: water the plants on a balcony\n---\nPour.\n"
+    (folder / "SKILL.md").write_text(text)
+
+    skilltrain.fit(tmp_path / "skills", tmp_path / "router", train=False)
+
+    assert "is not calibrated" in " ".join(capsys.readouterr().err.split())
+    assert Router.load(tmp_path / "router").route("water the plants").fits
+
+
 def test_few_skills_get_an_untrained_router(library, tmp_path, capsys):
     summary = skilltrain.fit(library / "skills", tmp_path / "router", max_tokens=32)
 

@@ -21,7 +21,6 @@ from skilltrain.records import Ranking
 # Limits that keep the sum of weighted features finite.
 _MAX_WEIGHT = 1e12
 _MAX_INTERCEPT = 1e18
-Probability = Annotated[float, Field(ge=0, le=1)]
 
 
 @dataclass(frozen=True)
@@ -152,49 +151,63 @@ class Trace:
         return np.column_stack([scores, leads, top_scores])
 
 
+class Logistic(Config):
+    """Logistic function of features that never falls as a feature rises.
+
+    Attributes:
+        weights: Weight of each feature.
+        intercept: Constant.
+    """
+
+    weights: tuple[Annotated[float, Field(ge=0, le=_MAX_WEIGHT)], ...]
+    intercept: float = Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)
+
+    def probabilities(self, rows: np.ndarray) -> np.ndarray:
+        """Return the probability of each row, [row]. `rows` are [row, feature]."""
+        logits = rows @ np.array(self.weights) + self.intercept
+        return (1 + np.tanh(logits / 2)) / 2  # this form cannot overflow
+
+
 class Calibrator(Config):
     """Turns the scores of a trace into probabilities, and decides whether a skill fits.
 
+    Features are score, lead, and the top scores of `rankers` (see `Trace.features`).
+
     Attributes:
         rankers: Rankers whose top scores are features.
-        weights: Weights of score, lead and the top scores of `rankers`.
-        intercept: Constant of the logistic function.
-        threshold: Lowest probability of the first skill for which a task is answered.
-        least: Lowest top score by each ranker for which a task is answered. Even for a task that
-            resembles no skill, some skill stands out among the others.
+        serves: Probability that a certain skill serves a task, from the skill's features.
         miss: Highest value of 1 - probability for a skill of the likely set.
+        fits: Probability that any skill serves a task, from the features of the first skill.
+        threshold: Lowest probability of any skill for which a task is answered.
     """
 
     rankers: tuple[str, ...]
-    weights: tuple[Annotated[float, Field(ge=0, le=_MAX_WEIGHT)], ...]
-    intercept: float = Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)
-    threshold: Probability
-    least: tuple[float, ...]
-    miss: Probability
+    serves: Logistic
+    miss: float = Field(ge=0, le=1)
+    fits: Logistic
+    threshold: float = Field(ge=0, le=1)
 
     @model_validator(mode="after")
-    def _one_value_for_each_feature(self) -> "Calibrator":
-        num_rankers = len(self.rankers)
-        if len(self.weights) != 2 + num_rankers:  # score, lead, and one for each ranker
-            problem = f"{num_rankers} rankers need {2 + num_rankers} weights"
-            raise ValueError(f"{problem}, and there are {len(self.weights)}")
-        if len(self.least) != num_rankers:
-            problem = f"{num_rankers} rankers need as many values of least"
-            raise ValueError(f"{problem}, and there are {len(self.least)}")
+    def _one_weight_for_each_feature(self) -> "Calibrator":
+        num_features = 2 + len(self.rankers)  # score, lead, and one for each ranker
+        for function in (self.serves, self.fits):
+            if len(function.weights) != num_features:
+                problem = f"{len(self.rankers)} rankers need {num_features} weights"
+                raise ValueError(f"{problem}, and there are {len(function.weights)}")
         return self
 
     def probabilities(self, trace: Trace) -> np.ndarray:
         """Return the probability of each skill of the final ranking that it serves the task."""
-        logits = trace.features(self.rankers) @ np.array(self.weights) + self.intercept
-        return (1 + np.tanh(logits / 2)) / 2  # the logistic function, without overflow
+        return self.serves.probabilities(trace.features(self.rankers))
+
+    def fit_probability(self, trace: Trace) -> float:
+        """Return the probability that any skill serves the task. It is 0 without a skill."""
+        first_features = trace.features(self.rankers)[:1]
+        return float(max(self.fits.probabilities(first_features), default=0.0))
 
     def answers(self, trace: Trace) -> bool:
         """Return whether the router answers the task, because some skill probably serves it."""
-        for score, limit in zip(trace.top_scores(self.rankers), self.least, strict=True):
-            if score < limit:
-                return False
-        best = max(self.probabilities(trace), default=-1.0)
-        return bool(best >= self.threshold)
+        return bool(trace.ranking) and self.fit_probability(trace) >= self.threshold
 
     def num_likely(self, trace: Trace) -> int:
         """Return the size of the likely set; see `Answer.num_likely`."""

@@ -24,7 +24,7 @@ from skilltrain.files import write_json
 from skilltrain.metrics.benchmarks.benchmark import Task, add_copies, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.bootstrap import share
-from skilltrain.serving.answer import Calibration, Calibrator, Trace
+from skilltrain.serving.answer import Calibration, Calibrator, Logistic, Trace
 from skilltrain.serving.index import AllowedServers
 from skilltrain.serving.indexing import CALIBRATION_FILE
 from skilltrain.serving.router import Router
@@ -103,7 +103,7 @@ class Calibrate(Stage):
         """Write the calibration, and return its metrics.
 
         Raises:
-            SkilltrainError: The router lacks a gold skill, all queries have the same gold skill, or
+            SkilltrainError: The router lacks a gold skill, all queries are for the same skills, or
                 the router's first skill is never right.
         """
         router = Router.load(self.router, self.allow_servers)
@@ -117,21 +117,19 @@ class Calibrate(Stage):
             router = _without_passages(router, tasks, self.masked_pool)
 
         # Route all requests. Both cases of a query are in the same fold.
+        cases = route_tasks(router, tasks)
         task_folds = assign_folds(tasks, self.folds, self.seed)
-        cases = _route_tasks(router, tasks)
-        unserved_cases = _route_unserved(router, GENERAL_REQUESTS, "general")
+        unserved_cases = route_unserved(router, GENERAL_REQUESTS, "general")
         if self.unserved is not None:
-            unserved_cases += _route_unserved(router, self.unserved, "unserved")
-        num_folds = task_folds.max() + 1
-        unserved_folds = np.arange(len(unserved_cases)) % num_folds
-        unserved_folds = np.random.default_rng(self.seed).permutation(unserved_folds)
+            unserved_cases += route_unserved(router, self.unserved, "unserved")
+        unserved_folds = np.arange(len(unserved_cases)) % (task_folds.max() + 1)
         cases += unserved_cases
-        case_folds = np.concatenate([np.repeat(task_folds, 2), unserved_folds])
+        folds = np.append(np.repeat(task_folds, 2), unserved_folds)  # [case]
 
         calibrator = fit_calibrator(cases, self)
         if calibrator.threshold == 0:
             say("warning: the threshold is 0, because the queries are too few for this `answered`")
-        metrics = _cross_validate(cases, case_folds, self)
+        metrics = _cross_validate(cases, folds, self)
         calibration = Calibration(
             system=record.rankers,
             models=record.models,
@@ -174,6 +172,11 @@ class Case(NamedTuple):
         """Whether the first skill serves the request."""
         return any(self.is_right[:1])
 
+    @property
+    def is_found(self) -> bool:
+        """Whether one of the first skills serves the request."""
+        return any(self.is_right[:_MAX_RANK])
+
 
 def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
     """Yield the gold skills of all tasks. They may repeat."""
@@ -197,7 +200,7 @@ def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) 
     return router.with_skills([*skills.values()])
 
 
-def _route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
+def route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
     kinds: tuple[CaseKind, ...] = ("served", "hidden")
     cases: list[Case] = []
@@ -215,7 +218,7 @@ def _route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
     return cases
 
 
-def _route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
+def route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
     """Route requests of a file that no skill serves."""
     cases: list[Case] = []
     for query in read_unserved(file):
@@ -226,9 +229,6 @@ def _route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
 
 def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
-
-    General requests that the router finds a skill for, as surely as for an average query, are left
-    out: the pool may well have a skill for some of them.
 
     Args:
         cases: Routed requests.
@@ -241,45 +241,30 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
-    calibrator = _fit_probabilities(cases)
-    served = [_confidence(calibrator, case) for case in cases if case.kind == "served"]
-    average = float(np.median(served))
-    clear_cases: list[Case] = []
-    for case in cases:
-        if case.kind != "general" or _confidence(calibrator, case) < average:
-            clear_cases.append(case)
-    return _fit_limits(_fit_probabilities(clear_cases), clear_cases, config)
-
-
-def _confidence(calibrator: Calibrator, case: Case) -> float:
-    """Return the probability of the best skill, or 0 without a skill."""
-    return float(max(calibrator.probabilities(case.trace), default=0.0))
-
-
-def _fit_probabilities(cases: Sequence[Case]) -> Calibrator:
-    """Fit the probabilities of a router. The limits of the calibrator do not refuse any request."""
-    # A row is one of the first skills of a ranking. Lower ranks do not count.
+    # Probability that a certain skill serves the request: a row for each of the first skills.
     rankers = tuple(cases[0].trace.rankings_by_ranker)
-    features = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
+    rows = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
     labels = [case.is_right[:_MAX_RANK] for case in cases]
-    rows = np.concatenate(features)  # [row, feature]
-    weights, intercept = fit_logistic(rows, np.concatenate(labels))
-    return Calibrator(
-        rankers=rankers,
-        weights=tuple(weights.tolist()),
-        intercept=intercept,
-        threshold=0.0,
-        least=(0.0,) * len(rankers),
-        miss=1.0,
-    )
+    serves = fit_logistic(np.concatenate(rows), np.concatenate(labels))
+
+    # Probability that any skill does: a row for the first skill. A served query whose skills are
+    # not found is left out, because an answer would not help.
+    first_rows: list[np.ndarray] = []
+    is_served: list[bool] = []
+    for case in cases:
+        is_missed = case.kind == "served" and not case.is_found
+        if case.trace.ranking and not is_missed:
+            first_rows.append(case.trace.features(rankers)[0])
+            is_served.append(case.kind == "served")
+    fits = fit_logistic(np.array(first_rows), np.array(is_served))
+
+    # Begin with limits that refuse no request and no skill.
+    unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
+    return _fit_limits(unlimited, cases, config)
 
 
 def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
-    """Return the calibrator with its limits `threshold`, `least` and `miss`.
-
-    A request is answered if its best skill has at least the probability `threshold`, and if no
-    ranker finds it less similar to all skills than any served query (`least`). A skill is in the
-    likely set if its probability to be wrong is at most `miss`.
+    """Return the calibrator with its limits `threshold` and `miss`.
 
     Args:
         calibrator: Calibrator with fitted probabilities and without limits.
@@ -287,31 +272,25 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
         config: `answered` is the share of the served queries that the router is to answer.
             `contained` is the share of them whose likely set is to hold a right skill.
     """
-    confidence = np.array([_confidence(calibrator, case) for case in cases])  # [case]
+    # Confidence is the probability that any skill serves a request.
     kinds = np.array([case.kind for case in cases])  # [case]
+    confidence = np.array([calibrator.fit_probability(case.trace) for case in cases])  # [case]
     is_served = kinds == "served"
     is_hidden = kinds == "hidden"
     if config.answered is None:
-        is_unserved = ~is_served & ~is_hidden  # general requests, and those of the user
-        unserved = [confidence[rows] for rows in (is_hidden, is_unserved) if rows.any()]
-        threshold = balance(confidence[is_served], unserved)
+        is_found = np.array([case.is_found for case in cases])
+        unserved = [confidence[is_hidden], confidence[~is_served & ~is_hidden]]
+        threshold = balance(confidence[is_found], unserved)
     else:
         threshold = bound(confidence[is_served], config.answered)
 
-    top_scores: list[list[float]] = []  # [served query, ranker]
     best_right_probabilities: list[float] = []  # [served query]
     for case in compress(cases, is_served):
-        top_scores.append(case.trace.top_scores(calibrator.rankers))
         right_probabilities = calibrator.probabilities(case.trace)[case.is_right]
         best_right_probabilities.append(max(right_probabilities, default=0.0))
     lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
-    return calibrator.model_copy(
-        update={
-            "threshold": threshold,
-            "least": tuple(np.min(top_scores, axis=0).tolist()),
-            "miss": 1 - lowest_likely_probability,  # as a probability to be wrong
-        }
-    )
+    miss = 1 - lowest_likely_probability  # as a probability to be wrong
+    return calibrator.model_copy(update={"threshold": threshold, "miss": miss})
 
 
 def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
@@ -329,19 +308,17 @@ def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
     if len(values) == 1:
         return float(values[0])
 
-    best_threshold = 0.0
-    lowest_loss = np.inf
-    for threshold in (values[1:] + values[:-1]) / 2:  # between two neighbouring values
+    thresholds = (values[1:] + values[:-1]) / 2  # between two neighbouring values
+    losses: list[float] = []
+    for threshold in thresholds:
         refused = np.mean(served < threshold)
-        falsely_answered = np.mean([np.mean(kind >= threshold) for kind in unserved])
+        falsely_answered = np.mean([np.mean(values >= threshold) for values in unserved])
         loss = max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED)
-        if loss < lowest_loss:
-            best_threshold = float(threshold)
-            lowest_loss = loss
-    return best_threshold
+        losses.append(float(loss))
+    return float(thresholds[np.argmin(losses)])
 
 
-def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, float]:
+def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
     """Fit a logistic regression without negative weights.
 
     Features are scaled to unit variance for the fit, and their weights have a small L2 penalty.
@@ -349,9 +326,6 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
     Args:
         rows: [row, feature] Features.
         labels: [row] Whether each row is positive.
-
-    Returns:
-        The weights, [feature], and the intercept.
     """
     from scipy.optimize import minimize
 
@@ -380,7 +354,8 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> tuple[np.ndarray, floa
 
     # Undo the scaling.
     weights = values[:-1] / spread
-    return weights, float(values[-1] - mean @ weights)
+    intercept = float(values[-1] - mean @ weights)
+    return Logistic(weights=tuple(weights.tolist()), intercept=intercept)
 
 
 def bound(values: np.ndarray, level: float) -> float:
@@ -426,7 +401,9 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     right = np.array([case.first_is_right for case in cases])
     answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
     num_likely = np.array([calibrator.num_likely(case.trace) for calibrator, case in pairs])
-    confidence = np.array([_confidence(calibrator, case) for calibrator, case in pairs])
+    confidence = np.array(
+        [max(calibrator.probabilities(case.trace), default=0.0) for calibrator, case in pairs]
+    )
     contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
 
     served = kinds == "served"
