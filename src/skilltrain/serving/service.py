@@ -5,8 +5,8 @@ URIs, entries and SKILL.md files follow the MCP Skills extension (SEP-2640). The
 indexed and screened skills.
 
 All text of a skill is untrusted. Names and descriptions are sent as one line without invisible
-characters, and a body is sent between marks. A URI is compared with the URIs of the router's skills
-and never opened as a path.
+characters, and a body is sent between marks. A URI is compared with the URIs of the files that the
+router's skills have, and never opened as a path.
 """
 
 import hashlib
@@ -16,6 +16,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
+from mimetypes import guess_type
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryFile
@@ -28,9 +29,10 @@ from anyio.to_thread import run_sync
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from skilltrain.data.pool.read import SOURCE_FILES
+from skilltrain.data.pool.read import SOURCE_FILES, find_skill_file
 from skilltrain.data.pool.skill_file import front_matter, skill_text
 from skilltrain.data.screening import Flag
+from skilltrain.data.screening.bundled import read_bundled_files
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import file_stamps, staged_folder
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
@@ -57,6 +59,7 @@ WARNING = (
     "Ask the user before you run any of it."
 )
 URI_SCHEME = "skill://"
+_MAX_URI_CHARS = 4096  # of a file
 _URI_FILE = "/SKILL.md"
 _BY_ID = "by-id/"  # first part of the URI of a skill whose id does not end in its name
 
@@ -130,16 +133,16 @@ class RouteLog:
         self._unwritten.clear()
 
 
-class SkillPage(NamedTuple):
-    """One page of the list of skills.
+class Page(NamedTuple):
+    """One page of the list of skills, or of their files.
 
     Attributes:
-        entries: Entries of the skills (see `skill_entry`).
-        next_start: Position in the pool at which the next page starts, if there is one.
+        entries: Entries of skills (see `skill_entry`), or descriptions of files.
+        next_cursor: Position in the pool at which the next page starts, if there is one.
     """
 
     entries: list[dict[str, Any]]
-    next_start: int | None
+    next_cursor: str | None
 
 
 class Service:
@@ -149,13 +152,22 @@ class Service:
         router: Router to ask.
         flagged: `mark` shows the flags of the safety screening; `withhold` hides flagged skills.
         log: Log of all answers, if any.
+        shows_folders: Whether answers have the folders of skills. False unless all clients are on
+            this machine.
     """
 
-    def __init__(self, router: Router, flagged: Flagged, log: RouteLog | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        flagged: Flagged,
+        log: RouteLog | None,
+        shows_folders: bool = False,
+    ) -> None:
         """Create the service, with metrics of its requests for Prometheus."""
         self.router = router
         self.flagged = flagged
         self.log = log
+        self.shows_folders = shows_folders
         self.registry = CollectorRegistry()
         # Error in the last run of each background task, by the task's name; "" after a success.
         self._last_faults: dict[str, str] = {}
@@ -217,7 +229,7 @@ class Service:
             if skill is None or (result.flags and withholds):
                 continue  # the pool has changed since, or the skill is withheld
             if _matches(skill, filters or {}):
-                rows.append(_answer_row(result, skill))
+                rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
         rows = rows[:k]
 
         if self.log is not None:
@@ -238,13 +250,33 @@ class Service:
         return skill
 
     def text(self, uri: str) -> str:
-        """Return the whole text of a skill for a model: a warning, its flags, then the text."""
-        skill = self.skill(uri)
-        flags = "".join(f"\nFLAGGED {line}" for line in _flag_lines(self.router.flags(skill)))
-        text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
-        return f"{WARNING}{flags}\n{fenced(untrusted_text(text, len(text)))}"
+        """Return the whole text of a skill for a model, between marks.
 
-    def page(self, start: int) -> SkillPage:
+        Above it are a warning, the flags of the screening, and the skill's folder.
+        """
+        skill = self.skill(uri)
+        lines = [WARNING]
+        lines += [f"FLAGGED {line}" for line in _flag_lines(self.router.flags(skill))]
+        folder = self._folder(skill)
+        if folder is not None:
+            lines.append(f"Folder of its files: {folder}")
+        text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
+        return "\n".join([*lines, fenced(untrusted_text(text, len(text)))])
+
+    def file(self, uri: str) -> bytes:
+        """Return the content of a skill's file (see `skill_files`).
+
+        Raises:
+            SkilltrainError: There is no such file, or the skill is withheld.
+        """
+        skill = _skill_of_file(uri, self.router.skills)
+        if skill is not None and not self._is_withheld(skill):
+            content = skill_files(skill).get(uri)
+            if content is not None:
+                return content
+        raise SkilltrainError("unknown-skill", "no file is served here", where=untrusted_line(uri))
+
+    def page(self, start: int) -> Page:
         """Return one page of the list of skills.
 
         Withheld skills, and skills that are no Agent Skills, have no entry.
@@ -260,7 +292,40 @@ class Service:
             entry = None if self._is_withheld(skill) else skill_entry(skill)
             if entry is not None:
                 entries.append(entry)
-        return SkillPage(entries, end if end < len(pool) else None)
+        return Page(entries, str(end) if end < len(pool) else None)
+
+    def file_page(self, start: int) -> Page:
+        """Return one page of the list of all files of skills. Withheld skills have none.
+
+        Args:
+            start: Position in the pool of the page's first skill. The page ends after the skill
+                with which it has at least `PAGE_SIZE` files.
+        """
+        pool = self.router.skills
+        end = start
+        entries: list[dict[str, Any]] = []
+        for skill_id in islice(pool, start, None):
+            if len(entries) >= PAGE_SIZE:
+                break
+            end += 1
+            skill = pool[skill_id]
+            if self._is_withheld(skill):
+                continue
+            for uri, content in skill_files(skill).items():
+                name = untrusted_line(unquote(uri.removeprefix(URI_SCHEME)))
+                mime_type, _ = guess_type(uri)
+                entries.append(
+                    {"uri": uri, "name": name, "size": len(content), "mime_type": mime_type}
+                )
+        return Page(entries, str(end) if end < len(pool) else None)
+
+    def _folder(self, skill: Skill) -> str | None:
+        """Return the absolute path of a skill's folder, if it is known and clients may see it.
+
+        A path that does not fit on one line of text is not returned, because it could hold orders.
+        """
+        file = find_skill_file(skill) if self.shows_folders else None
+        return str(file.parent) if file and str(file).isprintable() else None
 
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))
@@ -393,15 +458,56 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
     return None
 
 
+def _skill_of_file(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
+    """Return the skill in whose folder a file is: the one with the longest URI.
+
+    Args:
+        uri: URI of the file.
+        skills: Skills by id.
+    """
+    if len(uri) > _MAX_URI_CHARS:
+        return None
+    folder = uri
+    while "/" in folder:
+        folder = folder.rpartition("/")[0]
+        skill = find_skill(folder + _URI_FILE, skills)
+        if skill is not None:
+            return skill
+    return None
+
+
+def skill_files(skill: Skill) -> dict[str, bytes]:
+    """Return the content of each file of a skill by URI, beginning with the indexed SKILL.md.
+
+    The other files are read from its folder, if that is on this machine. Links, hidden files and
+    files beyond the limits of the safety screening are left out.
+    """
+    uri = skill_uri(skill)
+    files = {uri: skill_text(skill).encode()}
+    skill_file = find_skill_file(skill)
+    if skill_file is not None:
+        bundled_files, _ = read_bundled_files(skill_file.parent)
+        folder = uri.removesuffix(_URI_FILE)
+        for file in bundled_files:
+            # As bytes, because a name need not be UTF-8.
+            path = quote(os.fsencode(file.path.as_posix()))
+            files[f"{folder}/{path}"] = file.content
+    return files
+
+
 def skill_entry(skill: Skill) -> dict[str, Any] | None:
     """Return URI, front matter and manifest of a skill. None if Agent Skills do not allow it."""
     if not _is_agent_skill(skill):
         return None
-    uri = skill_uri(skill)
-    content = skill_text(skill).encode()
-    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    manifest = [{"uri": uri, "digest": digest, "size": len(content)}]
-    return {"uri": uri, "frontmatter": front_matter(skill), "resources": manifest}
+    manifest = []
+    for uri, content in skill_files(skill).items():
+        digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        manifest.append({"uri": uri, "digest": digest, "size": len(content)})
+    return {
+        "uri": skill_uri(skill),
+        "frontmatter": front_matter(skill),
+        "resources": manifest,
+    }
 
 
 def _is_agent_skill(skill: Skill) -> bool:
