@@ -28,7 +28,12 @@ pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
 from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
-from mcp_types import INVALID_PARAMS, PaginatedRequestParams, Request
+from mcp_types import (
+    INVALID_PARAMS,
+    PaginatedRequestParams,
+    ReadResourceRequestParams,
+    Request,
+)
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
@@ -46,7 +51,7 @@ from skilltrain.serving.access import read_access
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import write_index
 from skilltrain.serving.router import Router
-from skilltrain.serving.servers import GetSkillParams, new_http_app, new_mcp_server, say_url
+from skilltrain.serving.servers import new_http_app, new_mcp_server, say_url
 from skilltrain.serving.service import (
     PAGE_SIZE,
     RouteLog,
@@ -154,7 +159,7 @@ def test_a_uri_leads_to_its_skill(skill_id, name, uri):
 
 @SKILL_URIS
 def test_other_uris_lead_nowhere(skill_id, name, uri):
-    skill = Skill(skill_id, name, "d", "b")
+    service = new_service({skill_id: Skill(skill_id, name, "d", "word")})
 
     for other in (
         "",
@@ -170,7 +175,8 @@ def test_other_uris_lead_nowhere(skill_id, name, uri):
         uri.upper(),
         f"skill://by-id/{skill_id}/x/SKILL.md",
     ):
-        assert find_skill(other, {skill_id: skill}) is None
+        with raises("unknown-skill"):
+            service.skill(other)
 
 
 def test_an_entry_has_the_front_matter():
@@ -215,7 +221,7 @@ def test_a_resource_matches_its_manifest():
     resource, entry = ask(
         new_service(),
         lambda client: client.read_resource(uri),
-        method("skills/get", GetSkillParams(uri=uri)),
+        method("skills/get", ReadResourceRequestParams(uri=uri)),
     )
 
     (content,) = resource.contents
@@ -296,11 +302,11 @@ def test_other_files_are_not_served(bundled, path):
     (error,) = ask(bundled, lambda client: client.read_resource(f"skill://pdf/{path}"))
 
     assert error.code == INVALID_PARAMS
-    assert "no file is served here" in error.message
+    assert "no skill is served here" in error.message
 
 
 def test_manifest_holds_all_served_files(bundled):
-    (answer,) = ask(bundled, method("skills/get", GetSkillParams(uri=BUNDLED_URIS[0])))
+    (answer,) = ask(bundled, method("skills/get", ReadResourceRequestParams(uri=BUNDLED_URIS[0])))
 
     manifest = answer["skill"]["resources"]
     assert [file["uri"] for file in manifest] == BUNDLED_URIS
@@ -318,7 +324,7 @@ def test_withheld_skills_have_no_files(bundled):
     )
 
     assert listed.resources == []
-    assert "no file is served here" in error.message
+    assert "no skill is served here" in error.message
 
 
 def test_resources_come_in_pages():
@@ -394,13 +400,13 @@ def test_the_list_comes_in_pages():
     ("request_", "message"),
     [
         (
-            method("skills/get", GetSkillParams(uri="file:///etc/passwd")),
+            method("skills/get", ReadResourceRequestParams(uri="file:///etc/passwd")),
             "no skill is served here",
         ),
         (method("skills/list", PaginatedRequestParams(cursor="../x")), "no page has this cursor"),
         (lambda client: client.list_resources(cursor="-1"), "no page has this cursor"),
-        (lambda client: client.read_resource("skill://%2Fetc%2Fpasswd"), "no file is served"),
-        (lambda client: client.read_resource("skill:" + "/" * 100_000), "no file is served"),
+        (lambda client: client.read_resource("skill://%2Fetc%2Fpasswd"), "no skill is served"),
+        (lambda client: client.read_resource("skill:" + "/" * 100_000), "no skill is served"),
         (lambda client: client.call_tool("nope", {}), "no such tool"),
         (lambda client: client.get_prompt("nope"), "this server has no prompts"),
     ],
@@ -484,7 +490,7 @@ def test_flagged_skills_are_withheld_on_demand():
     service = new_service(flagged="withhold")
 
     rows = service.search("pdf files", 1, None)["skills"]
-    page = service.page(0)
+    page = service.page(0, lambda skill: [skill_entry(skill)])
 
     assert [row["skill_id"] for row in rows] == [PDF.skill_id]
     assert [entry["uri"] for entry in page.entries] == [skill_uri(PDF), skill_uri(CSV)]

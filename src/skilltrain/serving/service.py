@@ -16,7 +16,6 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from itertools import islice
-from mimetypes import guess_type
 from pathlib import Path
 from queue import SimpleQueue
 from tempfile import TemporaryFile
@@ -74,6 +73,8 @@ _UPDATE_SECONDS = 2.0  # between checks for changed skills
 _LOG_SECONDS = 60.0  # between writes of the log
 _MAX_UNWRITTEN = 50_000  # newest answers to keep while the log cannot be written
 ResultT = TypeVar("ResultT")
+Entries = list[dict[str, Any]]
+"""Items of a list of skills, or of their files."""
 
 
 class RouteLog:
@@ -134,15 +135,15 @@ class RouteLog:
 
 
 class Page(NamedTuple):
-    """One page of the list of skills, or of their files.
+    """One page of a list of skills, or of their files.
 
     Attributes:
-        entries: Entries of skills (see `skill_entry`), or descriptions of files.
-        next_cursor: Position in the pool at which the next page starts, if there is one.
+        entries: Items of the list.
+        next_start: Position in the pool at which the next page starts, if there is one.
     """
 
-    entries: list[dict[str, Any]]
-    next_cursor: str | None
+    entries: Entries
+    next_start: int | None
 
 
 class Service:
@@ -237,17 +238,27 @@ class Service:
         return {"fits": bool(rows), "skills": rows, "note": WARNING}
 
     def skill(self, uri: str) -> Skill:
-        """Return the skill at a URI.
+        """Return the skill whose SKILL.md has a URI.
 
         Raises:
             SkilltrainError: There is none, or it is withheld.
         """
         skill = find_skill(uri, self.router.skills)
-        if skill is None or self._is_withheld(skill):
-            raise SkilltrainError(
-                "unknown-skill", "no skill is served here", where=untrusted_line(uri)
-            )
+        if skill is None or skill_uri(skill) != uri or self._is_withheld(skill):
+            raise _unknown_uri(uri)
         return skill
+
+    def file(self, uri: str) -> bytes:
+        """Return the content of a skill's file (see `skill_files`).
+
+        Raises:
+            SkilltrainError: There is no such file, or the skill is withheld.
+        """
+        skill = find_skill(uri, self.router.skills)
+        files = {} if skill is None or self._is_withheld(skill) else skill_files(skill)
+        if uri not in files:
+            raise _unknown_uri(uri)
+        return files[uri]
 
     def text(self, uri: str) -> str:
         """Return the whole text of a skill for a model, between marks.
@@ -263,61 +274,21 @@ class Service:
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
         return "\n".join([*lines, fenced(untrusted_text(text, len(text)))])
 
-    def file(self, uri: str) -> bytes:
-        """Return the content of a skill's file (see `skill_files`).
-
-        Raises:
-            SkilltrainError: There is no such file, or the skill is withheld.
-        """
-        skill = _skill_of_file(uri, self.router.skills)
-        if skill is not None and not self._is_withheld(skill):
-            content = skill_files(skill).get(uri)
-            if content is not None:
-                return content
-        raise SkilltrainError("unknown-skill", "no file is served here", where=untrusted_line(uri))
-
-    def page(self, start: int) -> Page:
-        """Return one page of the list of skills.
-
-        Withheld skills, and skills that are no Agent Skills, have no entry.
+    def page(self, start: int, describe: Callable[[Skill], Entries]) -> Page:
+        """Return one page of a list of skills, or of their files. Withheld skills are left out.
 
         Args:
             start: Position in the pool of the first of the page's `PAGE_SIZE` skills.
+            describe: Returns the items of the list that belong to a skill.
         """
         pool = self.router.skills
         end = start + PAGE_SIZE
-        entries = []
+        entries: Entries = []
         for skill_id in islice(pool, start, end):
             skill = pool[skill_id]
-            entry = None if self._is_withheld(skill) else skill_entry(skill)
-            if entry is not None:
-                entries.append(entry)
-        return Page(entries, str(end) if end < len(pool) else None)
-
-    def file_page(self, start: int) -> Page:
-        """Return one page of the list of all files of skills. Withheld skills have none.
-
-        Args:
-            start: Position in the pool of the page's first skill. The page ends after the skill
-                with which it has at least `PAGE_SIZE` files.
-        """
-        pool = self.router.skills
-        end = start
-        entries: list[dict[str, Any]] = []
-        for skill_id in islice(pool, start, None):
-            if len(entries) >= PAGE_SIZE:
-                break
-            end += 1
-            skill = pool[skill_id]
-            if self._is_withheld(skill):
-                continue
-            for uri, content in skill_files(skill).items():
-                name = untrusted_line(unquote(uri.removeprefix(URI_SCHEME)))
-                mime_type, _ = guess_type(uri)
-                entries.append(
-                    {"uri": uri, "name": name, "size": len(content), "mime_type": mime_type}
-                )
-        return Page(entries, str(end) if end < len(pool) else None)
+            if not self._is_withheld(skill):
+                entries += describe(skill)
+        return Page(entries, end if end < len(pool) else None)
 
     def _folder(self, skill: Skill) -> str | None:
         """Return the absolute path of a skill's folder, if it is known and clients may see it.
@@ -404,6 +375,11 @@ def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Content
     return read_watched(router.index.contents(router.skills.values()), watched_folders)
 
 
+def _unknown_uri(uri: str) -> SkilltrainError:
+    """Return the error for a URI at which nothing is served."""
+    return SkilltrainError("unknown-skill", "no skill is served here", where=untrusted_line(uri))
+
+
 def _matches(skill: Skill, filters: Filters) -> bool:
     """Return whether each filtered field of a skill has an allowed value."""
     return all(getattr(skill, field) in values for field, values in filters.items())
@@ -443,36 +419,21 @@ def skill_uri(skill: Skill) -> str:
 
 
 def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
-    """Return the skill whose URI (see `skill_uri`) is `uri`, or None.
+    """Return the skill in whose folder a file is, or None.
 
     Args:
-        uri: `skill://ID/SKILL.md`, or `skill://by-id/ID/NAME/SKILL.md`.
+        uri: URI of the file: that of the skill (see `skill_uri`) with another path for `SKILL.md`.
         skills: Skills by id.
     """
-    path = unquote(uri.removeprefix(URI_SCHEME).removesuffix(_URI_FILE))
-    id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
-    for skill_id in (path, id_before_name):
-        skill = skills.get(skill_id)
-        if skill is not None and skill_uri(skill) == uri:
-            return skill
-    return None
-
-
-def _skill_of_file(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
-    """Return the skill in whose folder a file is: the one with the longest URI.
-
-    Args:
-        uri: URI of the file.
-        skills: Skills by id.
-    """
-    if len(uri) > _MAX_URI_CHARS:
-        return None
-    folder = uri
+    folder = uri[:_MAX_URI_CHARS]
     while "/" in folder:
         folder = folder.rpartition("/")[0]
-        skill = find_skill(folder + _URI_FILE, skills)
-        if skill is not None:
-            return skill
+        path = unquote(folder.removeprefix(URI_SCHEME))
+        id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
+        for skill_id in (path, id_before_name):
+            skill = skills.get(skill_id)
+            if skill is not None and skill_uri(skill) == folder + _URI_FILE:
+                return skill
     return None
 
 
@@ -503,11 +464,7 @@ def skill_entry(skill: Skill) -> dict[str, Any] | None:
     for uri, content in skill_files(skill).items():
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         manifest.append({"uri": uri, "digest": digest, "size": len(content)})
-    return {
-        "uri": skill_uri(skill),
-        "frontmatter": front_matter(skill),
-        "resources": manifest,
-    }
+    return {"uri": skill_uri(skill), "frontmatter": front_matter(skill), "resources": manifest}
 
 
 def _is_agent_skill(skill: Skill) -> bool:

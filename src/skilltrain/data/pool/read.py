@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import chain, islice, product, repeat
 from pathlib import Path
 from typing import Any
 
@@ -110,33 +110,26 @@ def find_skill_file(skill: Skill) -> Path | None:
     """Return the SKILL.md of a skill, as an absolute path, if its folder still has one.
 
     The id of a skill is the path of its folder below `skill.root`, unless `merge_sources` has added
-    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if two folders have
-    the same id.
+    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if several folders
+    may be meant.
     """
     root = skill.root
     if root is None:
         return None
     if root.name.lower() == SKILL_FILE.lower():
         root = root.parent  # the source is a single SKILL.md
-    for skill_id in (skill.skill_id, _RENAMED.sub("", skill.skill_id)):
-        files = [*_skill_files(root, skill_id)]
-        if files:
-            return files[0] if len(files) == 1 else None
-    return None
 
-
-def _skill_files(root: Path, skill_id: str) -> Iterator[Path]:
-    """Yield the SKILL.md files below a folder that belong to an id."""
-    for folder in (root / skill_id, root):  # the folder itself may be the skill
-        if folder.name != Path(skill_id).name:
-            continue
-        for name in (SKILL_FILE, SKILL_FILE.lower()):
-            file = folder / name
-            # os.path, because Path.is_file raises in a folder that may not be entered.
-            is_file = os.path.isfile(file)  # noqa: PTH113
-            if is_file and file.resolve().is_relative_to(root.resolve()):
-                yield file
-                break
+    original_id = _RENAMED.sub("", skill.skill_id)
+    folders = {root / skill.skill_id, root / original_id}
+    if root.name == original_id:
+        folders.add(root)  # the folder itself may be the skill
+    files: dict[Path, Path] = {}  # by folder
+    for folder, name in product(folders, (SKILL_FILE.lower(), SKILL_FILE)):
+        file = folder / name
+        # os.path, because Path.is_file raises in a folder that may not be entered.
+        if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):  # noqa: PTH113
+            files[folder] = file
+    return files.popitem()[1] if len(files) == 1 else None
 
 
 def skills_of_rows(rows: Iterable[Mapping[str, Any]]) -> list[Skill]:
