@@ -203,7 +203,10 @@ _TOOLS = [
 
 
 class Methods:
-    """The MCP methods of a router. Each gets the context of a request and its parameters."""
+    """The MCP methods of a router.
+
+    Each gets the context of a request, which is not used, and its parameters.
+    """
 
     def __init__(self, service: Service) -> None:
         self._service = service
@@ -214,12 +217,15 @@ class Methods:
 
     async def call_tool(self, _: Any, params: CallToolRequestParams) -> dict[str, Any]:
         """Answer tools/call. A fault in the arguments is a result, so that the model reads it."""
-        if params.name not in _ARGUMENTS:
+        name = params.name
+        if name not in _ARGUMENTS:
             raise _invalid_params("this server has no such tool")
-        answer_tool = partial(_answer_tool, self._service, params.name, params.arguments or {})
+        arguments = params.arguments or {}
         result: dict[str, Any] = {"resultType": "complete"}
         try:
-            answer = await self._service.run_timed(params.name, answer_tool)
+            answer = await self._service.run_timed(
+                name, _answer_tool, self._service, name, arguments
+            )
         except SkilltrainError as error:
             answer = str(error)
             result["isError"] = True
@@ -236,12 +242,13 @@ class Methods:
         _: Any,
         params: PaginatedRequestParams,
     ) -> dict[str, Any]:
-        """Answer skills/list or resources/list: the page of a cursor.
+        """Answer skills/list or resources/list: one page of the list.
 
         Args:
-            key: `skills` or `resources`.
+            key: Key of the list in the answer, `skills` or `resources`.
             describe: Returns the items of the list that belong to a skill.
-            params: Parameters with the cursor.
+            _: Context of the request, which is not used.
+            params: Parameters with the cursor of the page.
         """
         start = _parse_cursor(params.cursor or "0")
         page = await self._run_request(f"{key}/list", self._service.page, start, describe)
@@ -252,8 +259,7 @@ class Methods:
 
     async def get_skill(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
         """Answer skills/get: the entry of a skill."""
-        skill = await self._run_request("skills/get", self._service.skill, params.uri)
-        entry = skill_entry(skill)
+        entry = await self._run_request("skills/get", self._service.entry, params.uri)
         if entry is None:
             raise _invalid_params(
                 "Agent Skills do not allow its name or description; load_skill reads it"
@@ -261,7 +267,7 @@ class Methods:
         return {"skill": entry, **_RESULT_FIELDS}
 
     async def read_resource(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
-        """Answer resources/read: the content of a file, as a text if it is UTF-8."""
+        """Answer resources/read: the content of a file, as a text or else as a blob."""
         content = await self._run_request("resources/read", self._service.file, params.uri)
         file = _file_entry(params.uri)
         try:

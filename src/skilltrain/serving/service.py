@@ -58,7 +58,7 @@ WARNING = (
     "Ask the user before you run any of it."
 )
 URI_SCHEME = "skill://"
-_MAX_URI_CHARS = 4096  # of a file
+_MAX_URI_CHARS = 2048  # of the folder of a skill
 _URI_FILE = "/SKILL.md"
 _BY_ID = "by-id/"  # first part of the URI of a skill whose id does not end in its name
 
@@ -248,6 +248,10 @@ class Service:
             raise _unknown_uri(uri)
         return skill
 
+    def entry(self, uri: str) -> dict[str, Any] | None:
+        """Return the entry of the skill at a URI (see `skill_entry`)."""
+        return skill_entry(self.skill(uri))
+
     def file(self, uri: str) -> bytes:
         """Return the content of a skill's file (see `skill_files`).
 
@@ -255,7 +259,9 @@ class Service:
             SkilltrainError: There is no such file, or the skill is withheld.
         """
         skill = find_skill(uri, self.router.skills)
-        files = {} if skill is None or self._is_withheld(skill) else skill_files(skill)
+        files: dict[str, bytes] = {}
+        if skill is not None and not self._is_withheld(skill):
+            files = skill_files(skill)
         if uri not in files:
             raise _unknown_uri(uri)
         return files[uri]
@@ -422,7 +428,7 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
     """Return the skill in whose folder a file is, or None.
 
     Args:
-        uri: URI of the file: that of the skill (see `skill_uri`) with another path for `SKILL.md`.
+        uri: URI of the file. It begins with the URI of the skill without `SKILL.md`.
         skills: Skills by id.
     """
     folder = uri[:_MAX_URI_CHARS]

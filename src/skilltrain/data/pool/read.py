@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, product, repeat
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -54,12 +54,8 @@ def read_pool(path: Path | str) -> list[Skill]:
     Raises:
         SkilltrainError: There is no skill.
     """
-    file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
-    if file.is_file() and file.name == f"{SKILLS.name}.parquet":
-        skills = read_skills(file)
-        num_by_source = _num_by_source(file.parent, len(skills))
-        roots = chain.from_iterable(repeat(*item) for item in num_by_source.items())
-        return [replace(skill, root=root) for skill, root in zip(skills, roots, strict=True)]
+    if _is_table(path):
+        return [*chain.from_iterable(read_by_source(Path(path)).values())]
 
     sources, dropped = read_sources([path])
     # Equal skills with different ids stay. `duplicates` are only the exact copies of a skill.
@@ -77,33 +73,34 @@ def read_pool(path: Path | str) -> list[Skill]:
     return skills
 
 
+def _is_table(path: Path | str) -> bool:
+    """Return whether a path is a SKILLS table, or a folder with one."""
+    file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
+    return file.is_file() and file.name == f"{SKILLS.name}.parquet"
+
+
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
     The stage `pool` stores the number of skills of each source. If a pool has no such numbers, or
     if they do not fit its skills, the pool itself is the only source.
     """
-    skills = read_pool(pool)
+    if not _is_table(pool):
+        return {pool.resolve(): read_pool(pool)}
+    skills = read_skills(pool)
+    folder = table_path(pool, SKILLS).parent
+    num_by_source: dict[str, int] = read_local(folder)
+    if sum(num_by_source.values()) != len(skills):
+        num_by_source = {str(pool.resolve()): len(skills)}
+
+    # The skills of a source are side by side in the pool.
+    remaining = iter(skills)
     skills_by_source: dict[Path, list[Skill]] = {}
-    start = 0
-    for source, num_skills in _num_by_source(pool, len(skills)).items():
-        end = start + num_skills
-        skills_by_source[source] = skills[start:end]
-        start = end
+    for source, num_skills in num_by_source.items():
+        root = Path(source)
+        source_skills = islice(remaining, num_skills)
+        skills_by_source[root] = [replace(skill, root=root) for skill in source_skills]
     return skills_by_source
-
-
-def _num_by_source(pool: Path, num_skills: int) -> dict[Path, int]:
-    """Return the number of skills by source, in the order of the skills in the pool.
-
-    Args:
-        pool: Folder of the pool.
-        num_skills: Number of all its skills.
-    """
-    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
-    if sum(num_by_source.values()) != num_skills:
-        num_by_source = {str(pool.resolve()): num_skills}
-    return {Path(source): number for source, number in num_by_source.items()}
 
 
 def find_skill_file(skill: Skill) -> Path | None:
