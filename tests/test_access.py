@@ -82,6 +82,20 @@ def test_other_hosts_are_refused_everywhere(start, host):
     assert statuses(start(), Host=host) == dict.fromkeys(ROUTES, 421)
 
 
+@pytest.mark.parametrize(
+    ("host", "hosts", "origins", "is_local"),
+    [
+        ("127.0.0.1", [], [], True),
+        ("::1", ["localhost"], [], True),
+        ("127.0.0.1", ["router.example.com"], [], False),
+        ("127.0.0.1", [], ["https://a.example"], False),
+        ("0.0.0.0", ["localhost"], [], False),
+    ],
+)
+def test_only_loopback_clients_are_local(host, hosts, origins, is_local):
+    assert read_access(host, hosts, origins, "").is_local == is_local
+
+
 def test_public_addresses_need_allowed_hosts(start):
     client = start("0.0.0.0", ["Router.internal"])
 

@@ -97,7 +97,7 @@ def test_candidates_without_common_term_stay():
 def test_fusion_has_matches_of_any_leg(monkeypatch):
     rankers = with_keeps(system({"kind": "fuse", "of": [LEXICAL, NAMES]}).rankers, 6)
     matches = ids(run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS)))
-    monkeypatch.setattr("skilltrain.retrieval.lexical.LexicalConfig.is_match", lambda *_: True)
+    monkeypatch.setattr("skilltrain.retrieval.lexical.LexicalConfig.matches", lambda _, r: r)
 
     unlimited = ids(run_rankers(rankers, QUERIES, None, OpenRankers(SKILLS)))
 

@@ -1,6 +1,7 @@
 """The server of a router: its answers over MCP and HTTP, its log and updates, and the process."""
 
 import asyncio
+import base64
 import functools
 import hashlib
 import http.client
@@ -27,10 +28,17 @@ pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
 from mcp import Client, StdioServerParameters
 from mcp.shared.exceptions import MCPError
-from mcp_types import INVALID_PARAMS, PaginatedRequestParams, Request
+from mcp_types import (
+    INVALID_PARAMS,
+    PaginatedRequestParams,
+    ReadResourceRequestParams,
+    Request,
+)
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
+from skilltrain.data.pool.read import read_pool
+from skilltrain.data.screening.bundled import MAX_BYTES
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import locked
 from skilltrain.records import Skill
@@ -43,7 +51,7 @@ from skilltrain.serving.access import read_access
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import write_index
 from skilltrain.serving.router import Router
-from skilltrain.serving.servers import GetSkillParams, new_http_app, new_mcp_server
+from skilltrain.serving.servers import new_http_app, new_mcp_server, say_url
 from skilltrain.serving.service import (
     PAGE_SIZE,
     RouteLog,
@@ -151,7 +159,7 @@ def test_a_uri_leads_to_its_skill(skill_id, name, uri):
 
 @SKILL_URIS
 def test_other_uris_lead_nowhere(skill_id, name, uri):
-    skill = Skill(skill_id, name, "d", "b")
+    service = new_service({skill_id: Skill(skill_id, name, "d", "word")})
 
     for other in (
         "",
@@ -167,7 +175,8 @@ def test_other_uris_lead_nowhere(skill_id, name, uri):
         uri.upper(),
         f"skill://by-id/{skill_id}/x/SKILL.md",
     ):
-        assert find_skill(other, {skill_id: skill}) is None
+        with raises("unknown-skill"):
+            service.skill(other)
 
 
 def test_an_entry_has_the_front_matter():
@@ -212,15 +221,149 @@ def test_a_resource_matches_its_manifest():
     resource, entry = ask(
         new_service(),
         lambda client: client.read_resource(uri),
-        method("skills/get", GetSkillParams(uri=uri)),
+        method("skills/get", ReadResourceRequestParams(uri=uri)),
     )
 
     (content,) = resource.contents
     file = content.text.encode()
     digest = f"sha256:{hashlib.sha256(file).hexdigest()}"
-    assert content.meta == {"skilltrain/untrusted": True}
+    assert content.meta == {"io.modelcontextprotocol.skills/untrusted": True}
     assert content.mime_type == "text/markdown"
     assert entry["skill"]["resources"] == [{"uri": uri, "digest": digest, "size": len(file)}]
+
+
+PNG = b"\x89PNG\xff"  # no UTF-8
+
+
+@pytest.fixture
+def bundled(tmp_path):
+    """A service over one skill with a script and an image beside files that are not its own."""
+    secret = tmp_path / "secret"
+    secret.write_text("secret")
+    folder = tmp_path / "skills" / "pdf"
+    write_skill(tmp_path / "skills", "pdf", "merge pdf files")
+    write_skill(folder, "inner", "another skill")
+    (folder / "scripts").mkdir()
+    (folder / "scripts" / "merge it.py").write_text("print('é')\n")
+    (folder / "logo.png").write_bytes(PNG)
+    (folder / ".env").write_text("secret")
+    (folder / "link").symlink_to(secret)
+    (folder / "out").symlink_to(tmp_path)
+    (folder / "big").write_bytes(b"x" * (MAX_BYTES + 1))
+    os.mkfifo(folder / "pipe")
+    skills = [skill for skill in read_pool(tmp_path / "skills") if skill.name == "pdf"]
+    return Service(Router(skills, BM25), "mark", None, shows_folders=True)
+
+
+BUNDLED_URIS = ["skill://pdf/SKILL.md", "skill://pdf/logo.png", "skill://pdf/scripts/merge%20it.py"]
+
+
+def test_files_of_a_skill_are_listed(bundled):
+    (listed,) = ask(bundled, lambda client: client.list_resources())
+
+    assert [str(resource.uri) for resource in listed.resources] == BUNDLED_URIS
+    assert [resource.size for resource in listed.resources[1:]] == [5, 12]
+    assert listed.resources[2].name == "pdf/scripts/merge it.py"
+    assert listed.next_cursor is None
+
+
+def test_files_of_a_skill_are_read(bundled):
+    requests = [lambda client, uri=uri: client.read_resource(uri) for uri in BUNDLED_URIS]
+
+    file, image, script = (answer.contents[0] for answer in ask(bundled, *requests))
+
+    assert "merge pdf files" in file.text
+    assert base64.b64decode(image.blob) == PNG
+    assert image.mime_type == "image/png"
+    assert script.text == "print('é')\n"
+    assert script.meta == {"io.modelcontextprotocol.skills/untrusted": True}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        ".env",
+        "link",
+        "out/secret",
+        "big",
+        "pipe",
+        "inner/SKILL.md",
+        "../../secret",
+        "scripts/../logo.png",
+        "scripts/merge it.py",
+        "scripts",
+        "/etc/passwd",
+        "%2Fetc%2Fpasswd",
+        "logo.png%00",
+        "gone",
+    ],
+)
+def test_other_files_are_not_served(bundled, path):
+    (error,) = ask(bundled, lambda client: client.read_resource(f"skill://pdf/{path}"))
+
+    assert error.code == INVALID_PARAMS
+    assert "no skill is served here" in error.message
+
+
+def test_manifest_holds_all_served_files(bundled):
+    (answer,) = ask(bundled, method("skills/get", ReadResourceRequestParams(uri=BUNDLED_URIS[0])))
+
+    manifest = answer["skill"]["resources"]
+    assert [file["uri"] for file in manifest] == BUNDLED_URIS
+    assert manifest[1]["digest"] == f"sha256:{hashlib.sha256(PNG).hexdigest()}"
+
+
+def test_withheld_skills_have_no_files(bundled):
+    (bundled.router.skills["pdf"].root / "pdf" / "setup.sh").write_text(LURE.body)
+    service = Service(bundled.router, "withhold", None)
+
+    listed, error = ask(
+        service,
+        lambda client: client.list_resources(),
+        lambda client: client.read_resource(BUNDLED_URIS[1]),
+    )
+
+    assert listed.resources == []
+    assert "no skill is served here" in error.message
+
+
+def test_resources_come_in_pages():
+    names = [f"skill-{n:03}" for n in range(2 * PAGE_SIZE + 1)]
+    service = new_service({name: Skill(name, name, "d", "b") for name in names})
+
+    async def read_pages(client):
+        uris = []
+        cursor = None
+        while cursor is not None or not uris:
+            page = await client.list_resources(cursor=cursor)
+            uris.append([str(resource.uri) for resource in page.resources])
+            cursor = page.next_cursor
+        return uris
+
+    (pages,) = ask(service, read_pages)
+
+    assert [len(page) for page in pages] == [PAGE_SIZE, PAGE_SIZE, 1]
+    uris = [uri for page in pages for uri in page]
+    assert uris == [f"skill://{name}/SKILL.md" for name in names]
+
+
+def test_answers_have_the_folder(bundled):
+    folder = str(bundled.router.skills["pdf"].root / "pdf")
+
+    found, loaded = ask(bundled, search(query="pdf"), load(BUNDLED_URIS[0]))
+
+    assert found.structured_content["skills"][0]["folder"] == folder
+    above_text, _, _ = loaded.content[0].text.partition("===")
+    assert f"\nFolder of its files: {folder}\n" in above_text
+
+
+def test_remote_clients_get_no_folder(bundled):
+    service = Service(bundled.router, "mark", None)
+
+    found, loaded = ask(service, search(query="pdf"), load(BUNDLED_URIS[0]))
+
+    assert found.structured_content["skills"][0]["folder"] is None
+    assert str(bundled.router.skills["pdf"].root) not in loaded.content[0].text
 
 
 def test_the_server_names_its_extension():
@@ -231,6 +374,7 @@ def test_the_server_names_its_extension():
 
     assert capable.extensions == {"io.modelcontextprotocol/skills": {}}
     assert capable.resources
+    assert capable.prompts is None
 
 
 def test_the_list_comes_in_pages():
@@ -256,12 +400,14 @@ def test_the_list_comes_in_pages():
     ("request_", "message"),
     [
         (
-            method("skills/get", GetSkillParams(uri="file:///etc/passwd")),
+            method("skills/get", ReadResourceRequestParams(uri="file:///etc/passwd")),
             "no skill is served here",
         ),
         (method("skills/list", PaginatedRequestParams(cursor="../x")), "no page has this cursor"),
-        (method("skills/list", PaginatedRequestParams(cursor="7")), "no page has this cursor"),
-        (lambda client: client.read_resource("skill://%2Fetc%2Fpasswd"), ""),
+        (lambda client: client.list_resources(cursor="-1"), "no page has this cursor"),
+        (lambda client: client.read_resource("skill://%2Fetc%2Fpasswd"), "no skill is served"),
+        (lambda client: client.read_resource("skill:" + "/" * 100_000), "no skill is served"),
+        (lambda client: client.call_tool("nope", {}), "no such tool"),
         (lambda client: client.get_prompt("nope"), "this server has no prompts"),
     ],
 )
@@ -276,7 +422,7 @@ def test_a_bad_method_call_is_refused(request_, message):
     ("arguments", "message"),
     [
         ({"query": ""}, "the request is empty"),
-        ({"query": "pdf", "k": 0}, "greater than or equal to 1"),
+        ({"query": "pdf", "k": 0}, "k: must be"),
         ({"query": "pdf", "filters": {"colour": ["red"]}}, "filters.colour"),
     ],
 )
@@ -344,7 +490,7 @@ def test_flagged_skills_are_withheld_on_demand():
     service = new_service(flagged="withhold")
 
     rows = service.search("pdf files", 1, None)["skills"]
-    page = service.page(0)
+    page = service.page(0, lambda skill: [skill_entry(skill)])
 
     assert [row["skill_id"] for row in rows] == [PDF.skill_id]
     assert [entry["uri"] for entry in page.entries] == [skill_uri(PDF), skill_uri(CSV)]
@@ -868,17 +1014,92 @@ async def search_and_load(client: Client, query: str) -> str:
     return uri
 
 
+async def search_and_read_script(client: Client) -> tuple[str, str]:
+    """Return the folder of the best skill, and the text of its script."""
+    answer = await client.call_tool("search_skills", {"query": PDF_QUERY, "k": 1})
+    (skill,) = answer.structured_content["skills"]
+    script = skill["uri"].replace("SKILL.md", "scripts/merge.py")
+    listed = await client.list_resources()
+    assert script in [str(resource.uri) for resource in listed.resources]
+    read = await client.read_resource(script)
+    return skill["folder"], read.contents[0].text
+
+
+@pytest.fixture
+def script(library) -> Path:
+    """Add a script to the skill that merges PDF files."""
+    _, skills = library
+    file = skills / "documents" / "pdf-merge" / "scripts" / "merge.py"
+    file.parent.mkdir()
+    file.write_text("import pypdf")
+    return file
+
+
 @pytest.mark.slow
-def test_an_agent_starts_it_over_stdio(library):
+def test_an_agent_starts_it_over_stdio(library, script):
     router, _ = library
     program, *arguments = serve_command(router)
     parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
 
     async def run():
         async with Client(parameters) as client:
-            return await search_and_load(client, PDF_QUERY)
+            return await search_and_load(client, PDF_QUERY), await search_and_read_script(client)
 
-    assert asyncio.run(run()) == "skill://documents/pdf-merge/SKILL.md"
+    uri, (folder, text) = asyncio.run(run())
+
+    assert uri == "skill://documents/pdf-merge/SKILL.md"
+    assert folder == str(script.parents[1])
+    assert text == "import pypdf"
+
+
+@pytest.mark.slow
+def test_scripts_are_read_over_http(script, http_server):
+    async def run():
+        async with Client(f"http://127.0.0.1:{http_server.port}/mcp") as client:
+            return await search_and_read_script(client)
+
+    assert asyncio.run(run()) == (str(script.parents[1]), "import pypdf")
+
+
+def test_stdio_says_how_to_connect(library):
+    router, skills = library
+    command = serve_command(router, "--watch", skills)
+
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+
+    assert ended.stdout == ""
+    assert (
+        f"claude mcp add skilltrain -- skilltrain serve {router} --watch {skills}" in ended.stderr
+    )
+
+
+@pytest.mark.parametrize(
+    ("host", "hosts", "lines"),
+    [
+        (
+            "127.0.0.1",
+            [],
+            "serving http://127.0.0.1:8765 (MCP: http://127.0.0.1:8765/mcp); stop with Ctrl-C\n"
+            "connect: claude mcp add --transport http skilltrain http://127.0.0.1:8765/mcp\n",
+        ),
+        ("::1", [], "serving http://[::1]:8765 (MCP: "),
+        ("0.0.0.0", ["a.example"], "serving http://a.example:8765 (MCP: "),
+    ],
+)
+def test_http_says_its_address(host, hosts, lines, capsys):
+    say_url(host, 8765, read_access(host, hosts, [], ""))
+
+    assert capsys.readouterr().err.startswith(lines)
+
+
+def test_token_belongs_to_the_line(monkeypatch, capsys):
+    monkeypatch.setenv("ROUTER_TOKEN", "secret")
+
+    say_url("::1", 8765, read_access("::1", [], [], "ROUTER_TOKEN"))
+
+    line = capsys.readouterr().err
+    assert "--header 'Authorization: Bearer TOKEN'" in line
+    assert "secret" not in line
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ drop values.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -79,16 +79,17 @@ def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
         order: Names of all columns in order. Empty: the order of the fields.
     """
     types = get_type_hints(record)
-    names = order.split() if order else _stored_fields(record)
+    names = order.split() if order else types
     return _spec(name, key, **{column: _KINDS[types[column]] for column in names})
 
 
-def _stored_fields(record: Any) -> list[str]:
-    """Return the names of the fields of a dataclass that tables store: those that are compared."""
-    return [field.name for field in fields(record) if field.compare]
-
-
-SKILLS = _spec_of(Skill, "skills", "skill_id")
+SKILLS = _spec_of(
+    Skill,
+    "skills",
+    "skill_id",
+    order="skill_id name description body category lang source license author url stars "
+    "updated_at when_to_use files",
+)
 QUERIES = _spec_of(Query, "queries", "query_id")
 JUDGEMENTS = _spec_of(
     Judgement,
@@ -153,9 +154,10 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     """
     mappings: list[Mapping[str, Any]] = []
     for row in rows_of(rows, f"table {spec.name}"):
-        if not isinstance(row, Mapping):
-            row = {name: getattr(row, name) for name in _stored_fields(row)}
-        mappings.append(row)
+        if isinstance(row, Mapping):
+            mappings.append(row)
+        else:  # a record may have fields that are not stored
+            mappings.append({name: getattr(row, name) for name in spec.schema.names})
 
     # Check the names of the columns in every row.
     names = {*spec.schema.names}

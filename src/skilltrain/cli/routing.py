@@ -1,7 +1,7 @@
 """Commands that make a router, use it and serve it."""
 
 from pathlib import Path
-from shlex import quote
+from shlex import join, quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -20,6 +20,7 @@ from skilltrain.cli.app import (
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
+from skilltrain.terminal import say
 from skilltrain.texts import printable
 
 RouterFolder = Annotated[
@@ -252,9 +253,14 @@ def serve(
     if watched_folders:
         # Check the folders now, so that the command fails before it serves.
         watched_contents(opened_router, watched_folders)
-    service = Service(opened_router, flagged, RouteLog(log) if log else None)
+    route_log = RouteLog(log) if log else None
     if mcp == "stdio":
-        serve_stdio(service, watched_folders)
+        words = ["skilltrain", "serve", str(router.resolve())]
+        for folder in watched_folders:
+            words += ["--watch", str(folder)]
+        say(f"for an agent to start: claude mcp add skilltrain -- {join(words)}")
+        serve_stdio(Service(opened_router, flagged, route_log, True), watched_folders)
     else:
         access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
+        service = Service(opened_router, flagged, route_log, access.is_local)
         serve_http(service, watched_folders, host, port, access)

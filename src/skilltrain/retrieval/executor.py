@@ -114,7 +114,12 @@ def run_ranker(
         leg_rankings = [rankings[query.query_id] for rankings in by_leg]
         ranking = config.combine(leg_rankings)
         if candidates is None:
-            ranking = _only_matches(ranking, config.legs, leg_rankings)
+            # Leave out skills that match the query in no leg.
+            matches: Ranking = []
+            for leg, leg_ranking in zip(config.legs, leg_rankings, strict=True):
+                matches += leg.matches(leg_ranking)
+            matching_ids = dict(matches)
+            ranking = [pair for pair in ranking if pair[0] in matching_ids]
         combined[query.query_id] = ranking
     seconds = (time.perf_counter() - started) / len(queries)
 
@@ -135,22 +140,6 @@ def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig
         num_needed = max(num_needed, keep)
         filled.append(ranker.model_copy(update={"keep": keep}))
     return filled[::-1]
-
-
-def _only_matches(
-    ranking: Ranking, legs: Sequence[RankerConfig], leg_rankings: Sequence[Ranking]
-) -> Ranking:
-    """Return the skills of a ranking that match the query in at least one leg.
-
-    Args:
-        ranking: Ranking of one query.
-        legs: Settings of the legs.
-        leg_rankings: Ranking of each leg.
-    """
-    matching_ids: set[str] = set()
-    for leg, leg_ranking in zip(legs, leg_rankings, strict=True):
-        matching_ids.update(skill_id for skill_id, score in leg_ranking if leg.is_match(score))
-    return [pair for pair in ranking if pair[0] in matching_ids]
 
 
 def _leave_out(rankings: Rankings, excluded_ids: Collection[str], top_k: int) -> Rankings:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_json
-from skilltrain.records import Skill
+from skilltrain.records import Ranking, Skill
 from skilltrain.retrieval.nearest import PoolRanker, Positions, SearchResult
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.vectors import positions_in, text_keys
@@ -312,9 +312,9 @@ class LexicalConfig(RankerConfig):
     def label(self) -> str:
         return self.kind if self.fields == "full" else f"{self.kind} {self.fields}"
 
-    def is_match(self, score: float) -> bool:
-        """Return whether the skill and the query have a term in common."""
-        return score != 0
+    def matches(self, ranking: Ranking) -> Ranking:
+        """Return the skills that have a term in common with the query. All others score 0."""
+        return [pair for pair in ranking if pair[1] != 0]
 
     def open(self, opened: dict[str, Any]) -> Self:
         return self

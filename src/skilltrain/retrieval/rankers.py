@@ -104,9 +104,9 @@ class RankerConfig(Config):
         """Combine the rankings of the legs for one query."""
         return rankings[0]
 
-    def is_match(self, score: float) -> bool:
-        """Return whether a skill with this score matches the query at all."""
-        return True
+    def matches(self, ranking: Ranking) -> Ranking:
+        """Return the skills of a ranking that match the query at all."""
+        return ranking
 
     def with_keep(self, keep: int) -> "RankerConfig":
         """Return the settings with another `keep` for the ranker and its legs."""

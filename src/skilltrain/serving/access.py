@@ -48,11 +48,13 @@ class Access:
         hosts: Allowed names in the header Host.
         origins: Web pages that may send requests. Programs other than browsers send no Origin.
         token: Bearer token that requests need, or an empty string.
+        is_local: Whether all clients are programs on this machine.
     """
 
     hosts: frozenset[str]
     origins: frozenset[str] = frozenset()
     token: str = ""
+    is_local: bool = False
 
     def check(self, scope: Scope) -> Response | None:
         """Return None for an allowed request, otherwise the response that refuses it."""
@@ -114,7 +116,8 @@ def read_access(
         raise SkilltrainError("missing-key", fault, where=f"--token-env {token_variable}")
 
     origins = frozenset(origin.lower() for origin in allowed_origins)
-    return Access(frozenset(hosts), origins, token)
+    is_local = is_loopback(host) and hosts.issubset(_LOOPBACK_NAMES) and not origins
+    return Access(frozenset(hosts), origins, token, is_local)
 
 
 def guard(app: ASGIApp, access: Access) -> ASGIApp:

@@ -70,7 +70,7 @@ class _OpenPool:
         def observe(run: RankerRun) -> None:
             """Record the ranking of a ranker. If it fuses rankers (`legs`), record one of each."""
             for config, rankings in zip(run.config.legs, run.by_leg, strict=True):
-                matches = [pair for pair in rankings[query.query_id] if config.is_match(pair[1])]
+                matches = config.matches(rankings[query.query_id])
                 # Keep only the first ranking of each ranker, that of the pool. A ranker may run
                 # again later, on a few candidates.
                 ranking_by_label.setdefault(self.labels[config.key], matches)

@@ -5,8 +5,8 @@ URIs, entries and SKILL.md files follow the MCP Skills extension (SEP-2640). The
 indexed and screened skills.
 
 All text of a skill is untrusted. Names and descriptions are sent as one line without invisible
-characters, and a body is sent between marks. A URI is compared with the URIs of the router's skills
-and never opened as a path.
+characters, and a body is sent between marks. A URI is compared with the URIs of the files that the
+router's skills have, and never opened as a path.
 """
 
 import hashlib
@@ -28,9 +28,10 @@ from anyio.to_thread import run_sync
 from prometheus_client import CollectorRegistry, Gauge, Histogram
 from starlette.exceptions import HTTPException
 
-from skilltrain.data.pool.read import SOURCE_FILES
+from skilltrain.data.pool.read import SOURCE_FILES, find_skill_file
 from skilltrain.data.pool.skill_file import front_matter, skill_text
 from skilltrain.data.screening import Flag
+from skilltrain.data.screening.bundled import read_bundled_files
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import file_stamps, staged_folder
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
@@ -57,6 +58,7 @@ WARNING = (
     "Ask the user before you run any of it."
 )
 URI_SCHEME = "skill://"
+_MAX_URI_CHARS = 2048  # of the folder of a skill
 _URI_FILE = "/SKILL.md"
 _BY_ID = "by-id/"  # first part of the URI of a skill whose id does not end in its name
 
@@ -71,6 +73,8 @@ _UPDATE_SECONDS = 2.0  # between checks for changed skills
 _LOG_SECONDS = 60.0  # between writes of the log
 _MAX_UNWRITTEN = 50_000  # newest answers to keep while the log cannot be written
 ResultT = TypeVar("ResultT")
+Entries = list[dict[str, Any]]
+"""Items of a list of skills, or of their files."""
 
 
 class RouteLog:
@@ -130,15 +134,15 @@ class RouteLog:
         self._unwritten.clear()
 
 
-class SkillPage(NamedTuple):
-    """One page of the list of skills.
+class Page(NamedTuple):
+    """One page of a list of skills, or of their files.
 
     Attributes:
-        entries: Entries of the skills (see `skill_entry`).
+        entries: Items of the list.
         next_start: Position in the pool at which the next page starts, if there is one.
     """
 
-    entries: list[dict[str, Any]]
+    entries: Entries
     next_start: int | None
 
 
@@ -149,13 +153,22 @@ class Service:
         router: Router to ask.
         flagged: `mark` shows the flags of the safety screening; `withhold` hides flagged skills.
         log: Log of all answers, if any.
+        shows_folders: Whether answers have the folders of skills. False unless all clients are on
+            this machine.
     """
 
-    def __init__(self, router: Router, flagged: Flagged, log: RouteLog | None) -> None:
+    def __init__(
+        self,
+        router: Router,
+        flagged: Flagged,
+        log: RouteLog | None,
+        shows_folders: bool = False,
+    ) -> None:
         """Create the service, with metrics of its requests for Prometheus."""
         self.router = router
         self.flagged = flagged
         self.log = log
+        self.shows_folders = shows_folders
         self.registry = CollectorRegistry()
         # Error in the last run of each background task, by the task's name; "" after a success.
         self._last_faults: dict[str, str] = {}
@@ -217,7 +230,7 @@ class Service:
             if skill is None or (result.flags and withholds):
                 continue  # the pool has changed since, or the skill is withheld
             if _matches(skill, filters or {}):
-                rows.append(_answer_row(result, skill))
+                rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
         rows = rows[:k]
 
         if self.log is not None:
@@ -225,42 +238,71 @@ class Service:
         return {"fits": bool(rows), "skills": rows, "note": WARNING}
 
     def skill(self, uri: str) -> Skill:
-        """Return the skill at a URI.
+        """Return the skill whose SKILL.md has a URI.
 
         Raises:
             SkilltrainError: There is none, or it is withheld.
         """
         skill = find_skill(uri, self.router.skills)
-        if skill is None or self._is_withheld(skill):
-            raise SkilltrainError(
-                "unknown-skill", "no skill is served here", where=untrusted_line(uri)
-            )
+        if skill is None or skill_uri(skill) != uri or self._is_withheld(skill):
+            raise _unknown_uri(uri)
         return skill
 
+    def entry(self, uri: str) -> dict[str, Any] | None:
+        """Return the entry of the skill at a URI (see `skill_entry`)."""
+        return skill_entry(self.skill(uri))
+
+    def file(self, uri: str) -> bytes:
+        """Return the content of a skill's file (see `skill_files`).
+
+        Raises:
+            SkilltrainError: There is no such file, or the skill is withheld.
+        """
+        skill = find_skill(uri, self.router.skills)
+        files: dict[str, bytes] = {}
+        if skill is not None and not self._is_withheld(skill):
+            files = skill_files(skill)
+        if uri not in files:
+            raise _unknown_uri(uri)
+        return files[uri]
+
     def text(self, uri: str) -> str:
-        """Return the whole text of a skill for a model: a warning, its flags, then the text."""
+        """Return the whole text of a skill for a model, between marks.
+
+        Above it are a warning, the flags of the screening, and the skill's folder.
+        """
         skill = self.skill(uri)
-        flags = "".join(f"\nFLAGGED {line}" for line in _flag_lines(self.router.flags(skill)))
+        lines = [WARNING]
+        lines += [f"FLAGGED {line}" for line in _flag_lines(self.router.flags(skill))]
+        folder = self._folder(skill)
+        if folder is not None:
+            lines.append(f"Folder of its files: {folder}")
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
-        return f"{WARNING}{flags}\n{fenced(untrusted_text(text, len(text)))}"
+        return "\n".join([*lines, fenced(untrusted_text(text, len(text)))])
 
-    def page(self, start: int) -> SkillPage:
-        """Return one page of the list of skills.
-
-        Withheld skills, and skills that are no Agent Skills, have no entry.
+    def page(self, start: int, describe: Callable[[Skill], Entries]) -> Page:
+        """Return one page of a list of skills, or of their files. Withheld skills are left out.
 
         Args:
             start: Position in the pool of the first of the page's `PAGE_SIZE` skills.
+            describe: Returns the items of the list that belong to a skill.
         """
         pool = self.router.skills
         end = start + PAGE_SIZE
-        entries = []
+        entries: Entries = []
         for skill_id in islice(pool, start, end):
             skill = pool[skill_id]
-            entry = None if self._is_withheld(skill) else skill_entry(skill)
-            if entry is not None:
-                entries.append(entry)
-        return SkillPage(entries, end if end < len(pool) else None)
+            if not self._is_withheld(skill):
+                entries += describe(skill)
+        return Page(entries, end if end < len(pool) else None)
+
+    def _folder(self, skill: Skill) -> str | None:
+        """Return the absolute path of a skill's folder, if it is known and clients may see it.
+
+        A path that does not fit on one line of text is not returned, because it could hold orders.
+        """
+        file = find_skill_file(skill) if self.shows_folders else None
+        return str(file.parent) if file and str(file).isprintable() else None
 
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))
@@ -339,6 +381,11 @@ def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Content
     return read_watched(router.index.contents(router.skills.values()), watched_folders)
 
 
+def _unknown_uri(uri: str) -> SkilltrainError:
+    """Return the error for a URI at which nothing is served."""
+    return SkilltrainError("unknown-skill", "no skill is served here", where=untrusted_line(uri))
+
+
 def _matches(skill: Skill, filters: Filters) -> bool:
     """Return whether each filtered field of a skill has an allowed value."""
     return all(getattr(skill, field) in values for field, values in filters.items())
@@ -378,30 +425,52 @@ def skill_uri(skill: Skill) -> str:
 
 
 def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
-    """Return the skill whose URI (see `skill_uri`) is `uri`, or None.
+    """Return the skill in whose folder a file is, or None.
 
     Args:
-        uri: `skill://ID/SKILL.md`, or `skill://by-id/ID/NAME/SKILL.md`.
+        uri: URI of the file. It begins with the URI of the skill without `SKILL.md`.
         skills: Skills by id.
     """
-    path = unquote(uri.removeprefix(URI_SCHEME).removesuffix(_URI_FILE))
-    id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
-    for skill_id in (path, id_before_name):
-        skill = skills.get(skill_id)
-        if skill is not None and skill_uri(skill) == uri:
-            return skill
+    folder = uri[:_MAX_URI_CHARS]
+    while "/" in folder:
+        folder = folder.rpartition("/")[0]
+        path = unquote(folder.removeprefix(URI_SCHEME))
+        id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
+        for skill_id in (path, id_before_name):
+            skill = skills.get(skill_id)
+            if skill is not None and skill_uri(skill) == folder + _URI_FILE:
+                return skill
     return None
+
+
+def skill_files(skill: Skill) -> dict[str, bytes]:
+    """Return the content of each file of a skill by URI, beginning with the indexed SKILL.md.
+
+    The other files are read from its folder, if that is on this machine. Links, hidden files and
+    files beyond the limits of the safety screening are left out.
+    """
+    uri = skill_uri(skill)
+    files = {uri: skill_text(skill).encode()}
+    skill_file = find_skill_file(skill)
+    if skill_file is not None:
+        bundled_files, _ = read_bundled_files(skill_file.parent)
+        folder = uri.removesuffix(_URI_FILE)
+        for file in bundled_files:
+            # As bytes, because a name need not be UTF-8.
+            path = quote(os.fsencode(file.path.as_posix()))
+            files[f"{folder}/{path}"] = file.content
+    return files
 
 
 def skill_entry(skill: Skill) -> dict[str, Any] | None:
     """Return URI, front matter and manifest of a skill. None if Agent Skills do not allow it."""
     if not _is_agent_skill(skill):
         return None
-    uri = skill_uri(skill)
-    content = skill_text(skill).encode()
-    digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
-    manifest = [{"uri": uri, "digest": digest, "size": len(content)}]
-    return {"uri": uri, "frontmatter": front_matter(skill), "resources": manifest}
+    manifest = []
+    for uri, content in skill_files(skill).items():
+        digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        manifest.append({"uri": uri, "digest": digest, "size": len(content)})
+    return {"uri": skill_uri(skill), "frontmatter": front_matter(skill), "resources": manifest}
 
 
 def _is_agent_skill(skill: Skill) -> bool:

@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, repeat
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -67,12 +67,8 @@ def read_pool(source: Any) -> list[Skill]:
     """
     if not isinstance(source, Path | str):
         return _skills_of_rows(rows_of(source, "skills"))
-    file = table_path(Path(source), SKILLS)  # `source` itself, if it is a file
-    if file.is_file() and file.name == f"{SKILLS.name}.parquet":
-        skills = read_skills(file)
-        num_by_source = _num_by_source(file.parent, len(skills))
-        roots = chain.from_iterable(repeat(*item) for item in num_by_source.items())
-        return [replace(skill, root=root) for skill, root in zip(skills, roots, strict=True)]
+    if _is_table(source):
+        return [*chain.from_iterable(read_by_source(Path(source)).values())]
 
     sources, dropped = read_sources([source])
     # Equal skills with different ids stay. `duplicates` are only the exact copies of a skill.
@@ -90,72 +86,67 @@ def read_pool(source: Any) -> list[Skill]:
     return skills
 
 
+def _is_table(path: Path | str) -> bool:
+    """Return whether a path is a SKILLS table, or a folder with one."""
+    file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
+    return file.is_file() and file.name == f"{SKILLS.name}.parquet"
+
+
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
     The stage `pool` stores the number of skills of each source. If a pool has no such numbers, or
     if they do not fit its skills, the pool itself is the only source.
     """
-    skills = read_pool(pool)
+    if not _is_table(pool):
+        return {pool.resolve(): read_pool(pool)}
+    skills = read_skills(pool)
+    folder = table_path(pool, SKILLS).parent
+    num_by_source: dict[str, int] = read_local(folder)
+    if sum(num_by_source.values()) != len(skills):
+        num_by_source = {str(pool.resolve()): len(skills)}
+
+    # The skills of a source are side by side in the pool.
+    remaining = iter(skills)
     skills_by_source: dict[Path, list[Skill]] = {}
-    start = 0
-    for source, num_skills in _num_by_source(pool, len(skills)).items():
-        end = start + num_skills
-        skills_by_source[source] = skills[start:end]
-        start = end
+    for source, num_skills in num_by_source.items():
+        root = Path(source)
+        source_skills = islice(remaining, num_skills)
+        skills_by_source[root] = [replace(skill, root=root) for skill in source_skills]
     return skills_by_source
-
-
-def _num_by_source(pool: Path, num_skills: int) -> dict[Path, int]:
-    """Return the number of skills by source, in the order of the skills in the pool.
-
-    Args:
-        pool: Folder of the pool.
-        num_skills: Number of all its skills.
-    """
-    num_by_source: dict[str, int] = read_local(pool)  # counts that the stage `pool` stored
-    if sum(num_by_source.values()) != num_skills:
-        num_by_source = {str(pool.resolve()): num_skills}
-    return {Path(source): number for source, number in num_by_source.items()}
 
 
 def find_skill_file(skill: Skill) -> Path | None:
     """Return the SKILL.md of a skill, as an absolute path, if its folder still has one.
 
     The id of a skill is the path of its folder below `skill.root`, unless `merge_sources` has added
-    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if two folders have
-    the same id.
+    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if several folders
+    may be meant.
     """
     root = skill.root
     if root is None:
         return None
     if root.name.lower() == SKILL_FILE.lower():
         root = root.parent  # the source is a single SKILL.md
-    for skill_id in (skill.skill_id, _RENAMED.sub("", skill.skill_id)):
-        files = [*_skill_files(root, skill_id)]
-        if files:
-            return files[0] if len(files) == 1 else None
-    return None
 
-
-def _skill_files(root: Path, skill_id: str) -> Iterator[Path]:
-    """Yield the SKILL.md files below a folder that belong to an id."""
-    for folder in (root / skill_id, root):  # the folder itself may be the skill
-        if folder.name != Path(skill_id).name:
-            continue
-        for name in (SKILL_FILE, SKILL_FILE.lower()):
-            file = folder / name
-            # os.path, because Path.is_file raises in a folder that may not be entered.
-            is_file = os.path.isfile(file)  # noqa: PTH113
-            if is_file and file.resolve().is_relative_to(root.resolve()):
-                yield file
-                break
+    original_id = _RENAMED.sub("", skill.skill_id)
+    folders = {root / skill.skill_id, root / original_id}
+    if root.name == original_id:
+        folders.add(root)  # the folder itself may be the skill
+    files: dict[Path, Path] = {}  # by folder
+    for folder, name in product(folders, (SKILL_FILE.lower(), SKILL_FILE)):
+        file = folder / name
+        # os.path, because Path.is_file raises in a folder that may not be entered.
+        if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):  # noqa: PTH113
+            files[folder] = file
+    return files.popitem()[1] if len(files) == 1 else None
 
 
 def _skills_of_rows(rows: list[Any]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids. Skills are returned as they are.
 
-    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different ids are kept.
+    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different
+    ids are kept.
 
     Args:
         rows: Rows, as values by column, or skills.

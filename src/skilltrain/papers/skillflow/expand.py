@@ -115,7 +115,7 @@ class Expand:
         for query_id, task_id in task_of.items():
             ranking = answers[query_id]
             if candidates is None:
-                ranking = [pair for pair in ranking if ranker_config.is_match(pair[1])]
+                ranking = ranker_config.matches(ranking)
             rankings[task_id].append(ranking)
         joined_rankings = {}
         for task_id, task_rankings in rankings.items():
