@@ -33,6 +33,7 @@ from skilltrain.training.engine import launch_of, shards_weights
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "state.json"
 _DEEPSPEED_FOLDER = "deepspeed"
+_ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # values that AdamW holds for a parameter
 _DAMAGED_FIX = "delete it, and resume from the one before it"
 
 
@@ -400,9 +401,9 @@ def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
         if value.ndim:  # a moment; the number of steps has no dimension
             value = _shard_like(parameters[number], value)
         states.setdefault(number, {})[name] = value
-    # AdamW has the same values for every parameter.
-    if len({frozenset(state) for state in states.values()}) > 1:
-        raise ValueError("values of the optimiser are missing")
+    for number, state in states.items():
+        if state.keys() != _ADAMW_STATE:
+            raise ValueError(f"the optimiser holds {sorted(state)} for parameter {number}")
     optimizer.load_state_dict(
         {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
     )
