@@ -671,6 +671,12 @@ def test_plan_of_unknown_query_is_refused(bench: Path):
     assert "1 judged or planned queries are not in queries.parquet, first 'q9'" in line
 
 
+def test_chat_model_without_settings_is_refused(bench: Path):
+    line = skilltrain(*PLAN_COMMAND, "x", "--pool", bench / "pool", "--llm", "5").error_line
+
+    assert "--llm: must be a map of settings, found 5" in line
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
