@@ -680,7 +680,7 @@ def test_chat_model_without_settings_is_refused(bench: Path):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"depends_on": ["9"]}, "step '1' depends on '9', which is no step"),
+        ({"depends_on": ["9"]}, "a step depends on '9', which is no step"),
         ({"depends_on": ["1"]}, "steps depend on each other: 1 on 1"),
         ({"skill_id": "nope"}, "skill 'nope' of a step is not in the pool"),
     ],
