@@ -104,6 +104,7 @@ FAULTS = [  # command, part of the error
         "queries files={tmp}/queries.jsonl pool={tmp}/nowhere out={tmp}/out",
         "{tmp}/nowhere: no such file or folder (made by `skilltrain pool`, ",
     ),
+    (TRAIN + "dev.benchmark=nowhere", "nowhere: no such file or folder (it is the setting dev.be"),
     (
         "queries files={tmp}/queries.jsonl pool={runs}/pool out={tmp}/out",
         "{tmp}/queries.jsonl, line 2: query 'queries-",
@@ -274,6 +275,26 @@ def test_signal_has_exit_code_of_its_own(runs, tmp_path, monkeypatch, raised, co
     assert outcome.code == code
     assert outcome.err == f"error: {line}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("raised", "line"),
+    [
+        (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory ran out"),
+        (ImportError("libx.so: failed to map segment"), "memory ran out"),
+        (EOFError("No data left in file"), "EOFError: No data left in file"),
+    ],
+)
+def test_fault_of_library_is_one_line(runs, tmp_path, monkeypatch, raised, line):
+    def fail(config, out):
+        raise raised
+
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", fail)
+
+    outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
+
+    assert outcome.code == 2
+    assert line in outcome.error_line
 
 
 @pytest.fixture

@@ -95,6 +95,13 @@ def test_message_leaves_code_out():
     assert str(error) == "runs/pool: no such file (name another)"
 
 
+def test_long_location_does_not_hide_problem():
+    error = SkilltrainError("not-found", "no such file", where="deep/" * 900)
+
+    assert str(error).endswith(": no such file")
+    assert len(str(error)) < 400
+
+
 def test_a_signal_keeps_its_number():
     error = StoppedError("interrupted", "stopped", number=signal.SIGTERM)
 
@@ -104,6 +111,6 @@ def test_a_signal_keeps_its_number():
 def test_a_signal_survives_pickling():
     error = StoppedError("interrupted", "stopped", where="runs/x", number=signal.SIGTERM)
 
-    copy = pickle.loads(pickle.dumps(error))
+    copy = pickle.loads(pickle.dumps(error))  # noqa: S301
 
     assert (copy.number, copy.where) == (signal.SIGTERM, "runs/x")

@@ -313,6 +313,19 @@ def test_onnx_computes_encoders_token_vectors(tmp_path, open_encoder_of):
     assert {ONNX, ONNX_INT8} <= set(read(tmp_path, "skilltrain.json")["files"])
 
 
+def test_failed_onnx_export_names_folder(tmp_path, reranker, monkeypatch):
+    pytest.importorskip("onnxscript")
+
+    def write_nothing(*_, **__):
+        raise ValueError("Error parsing message")
+
+    monkeypatch.setattr(torch.onnx, "export", write_nothing)
+
+    with raises("cannot-write") as failure:
+        write_form(tmp_path / "model", "onnx")
+    assert failure.value.where == tmp_path / "model"
+
+
 @pytest.mark.slow
 def test_onnx_computes_scores_of_chat_reranker(tmp_path, reranker):
     """TEI takes the folder for a reranker by its architecture and its one label."""

@@ -86,6 +86,16 @@ def test_write_below_file_is_refused(tmp_path: Path, name: str):
     assert failure.value.where == file / name
 
 
+def test_full_disk_names_the_folder(tmp_path: Path):
+    folder = tmp_path / "out"
+
+    with raises("cannot-write") as failure, staged_folder(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert failure.value.where == folder
+    assert [*tmp_path.iterdir()] == []
+
+
 def test_too_deep_folder_is_refused(tmp_path: Path):
     folder = tmp_path.joinpath(*["d"] * 1900)
 

@@ -283,12 +283,10 @@ def test_unknown_skills_and_queries_are_named(tmp_path: Path):
         tmp_path, lists={"q1": [*ROWS["q1"][:2], ("gone", "irrelevant", "x", 9)], "q8": ROWS["q2"]}
     )
 
-    lines = succeeds("inspect", lists).out.splitlines()
+    line = succeeds("inspect", lists).out
 
-    assert lines[1:] == [
-        "not found: pool: it lacks 1 skill(s), such as gone",
-        "not found: queries: 1 have no text, such as q8",
-    ]
+    assert "not_in_pool 1" in line
+    assert "no_query_text 1" in line
 
 
 def test_ragged_lists_are_refused(tmp_path: Path):

@@ -671,10 +671,16 @@ def test_plan_of_unknown_query_is_refused(bench: Path):
     assert "1 judged or planned queries are not in queries.parquet, first 'q9'" in line
 
 
+def test_chat_model_without_settings_is_refused(bench: Path):
+    line = skilltrain(*PLAN_COMMAND, "x", "--pool", bench / "pool", "--llm", "5").error_line
+
+    assert "--llm: must be a map of settings, found 5" in line
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"depends_on": ["9"]}, "step '1' depends on '9', which is no step"),
+        ({"depends_on": ["9"]}, "a step depends on '9', which is no step"),
         ({"depends_on": ["1"]}, "steps depend on each other: 1 on 1"),
         ({"skill_id": "nope"}, "skill 'nope' of a step is not in the pool"),
     ],

@@ -759,7 +759,7 @@ def test_command_routes_with_router(indexed):
         ),
         (
             ["pool={pool}", "rankers=[{kind: late, source: x}]"],
-            "the first ranker finds skills in the pool",
+            "/router: the first ranker finds skills in the pool",
         ),
         (["pool={pool}", "rankers=[{kind: dense, source: {pool}}]"], "is no model folder"),
         (["pool={pool}/nowhere", "rankers=[{kind: lexical}]"], "no such file or folder"),

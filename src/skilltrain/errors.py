@@ -1,5 +1,7 @@
 """Errors that are meant for the user: what is wrong, where, and how to fix it."""
 
+_MAX_LOCATION_CHARS = 300  # a longer path would hide the problem
+
 
 class SkilltrainError(Exception):
     """A fault in the user's input. The command line prints it as one line and exits with code 2.
@@ -19,7 +21,9 @@ class SkilltrainError(Exception):
         self.fix = fix
 
     def __str__(self) -> str:
-        location = f"{self.where}: " if self.where is not None else ""
+        location = ""
+        if self.where is not None:
+            location = f"{str(self.where)[:_MAX_LOCATION_CHARS]}: "
         advice = f" ({self.fix})" if self.fix else ""
         return f"{location}{self.problem}{advice}".replace("\n", " ")
 

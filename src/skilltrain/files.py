@@ -1,5 +1,6 @@
 """Write files and folders completely or not at all, and read JSON with clear errors."""
 
+import errno
 import gzip
 import hashlib
 import itertools
@@ -26,6 +27,7 @@ LINE_ERRORS = (OSError, EOFError, ValueError, zlib.error)
 
 _HOME_FOLDER = re.compile(r"(/(home|Users)/|[A-Za-z]:\\Users\\|~)[^/\\]*")
 _PARENT_FOLDERS = re.compile(r"\A(/|~|[A-Za-z]:\\).*[/\\](?=[^/\\])", re.DOTALL)
+_DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 _MAX_LINE_BYTES = 64 * 2**20
 _BLANK_BYTES = b"\xef\xbb\xbf \t\r\n"  # the first three are a byte order mark
 
@@ -139,7 +141,7 @@ def staged_folder(folder: Path) -> Iterator[Path]:
 
     Raises:
         SkilltrainError: `folder` exists and is not empty, or does not end with a name, or another
-            process writes it.
+            process writes it, or the disk is full.
     """
     staged = staging_path(folder)
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())
@@ -160,8 +162,13 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             if is_empty_folder:
                 folder.rmdir()  # Windows does not replace a folder
             staged.rename(folder)
-        except BaseException:
+        except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
+            # Some libraries do not name the file that they could not write.
+            if isinstance(error, OSError) and error.errno in _DISK_FULL:
+                raise SkilltrainError(
+                    "cannot-write", f"cannot write: {reason_of(error)}", where=folder
+                ) from error
             raise
 
 

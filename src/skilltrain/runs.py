@@ -280,7 +280,7 @@ def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
         if is_pending or path.exists():
             continue
         _, _, setting = key.rpartition(".")
-        fix = ""
+        fix = f"it is the setting {key}"
         if setting in _MADE_BY:
             command = _MADE_BY[setting]
             fix = f"made by `skilltrain {command}`, or as the recipe's first lines say"

@@ -69,8 +69,10 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
         if code == _INTERRUPTED:  # typer returns it for Ctrl-C
             raise KeyboardInterrupt
     except (KeyboardInterrupt, Exception) as raised:
+        error = raised
         # typer turns the EOFError of a damaged file into an Abort, like Ctrl-C.
-        error = raised.__cause__ if isinstance(raised.__cause__, EOFError) else raised
+        if isinstance(raised, typer.Abort) and isinstance(raised.__cause__, EOFError):
+            error = raised.__cause__
         is_expected = isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort)
         if "--debug" in words and not is_expected:
             raise

@@ -170,8 +170,11 @@ def plan(
     where = "skilltrain skillweaver plan"
     values: dict[str, Any] = {}
     if llm:
-        llm_settings = {"temperature": 0.1} | parse_yaml(llm, "--llm")
-        values["decomposer"] = {"kind": "llm", "llm": llm_settings}
+        llm_settings = parse_yaml(llm, "--llm")
+        if not isinstance(llm_settings, dict):
+            problem = f"must be a map of settings, found {llm_settings!r}"
+            raise SkilltrainError("invalid-setting", problem, where="--llm")
+        values["decomposer"] = {"kind": "llm", "llm": {"temperature": 0.1} | llm_settings}
     values = apply_overrides(values, read_overrides(settings))
     config = validate(PlannerConfig, values, where)
 

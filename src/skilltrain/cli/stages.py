@@ -207,8 +207,7 @@ def inspect_lists(
     findings = [f"{check} {count:,}" for check, count in summary["worth_a_look"].items()]
     text = ", ".join(findings) if findings else "nothing"
     line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: {text}"
-    missing = [f"not found: {thing}" for thing in summary["missing"]]
-    conclude(summary, [line, *missing], as_json)
+    conclude(summary, [line], as_json)
 
 
 @app.command("show", rich_help_panel="Data")

@@ -23,6 +23,7 @@ from skilltrain.tables import (
     LISTS,
     QUERIES,
     RANKINGS,
+    read_lists,
     read_queries,
     read_table,
     select_queries,

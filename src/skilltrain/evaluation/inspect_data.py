@@ -3,7 +3,7 @@
 import itertools
 import random
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -193,8 +193,6 @@ def page_values(
     if not texts:
         trail.missing.append("queries: lists are shown without their query's text")
 
-    trail.missing.extend(_unknown_lines(rows, skills, texts))
-
     # Candidates that the stages kept and dropped. The newest run comes first.
     ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
     # A run that mines candidates reads no rankings.
@@ -211,6 +209,8 @@ def page_values(
         text = texts.get(row["query_id"], "")
         for check, skill_ids in check_list(row, text, skills, clusters).items():
             findings.setdefault(check, {})[row["query_id"]] = skill_ids
+        if texts and not text:
+            findings.setdefault("no_query_text", {})[row["query_id"]] = set()
 
     # Show a sample of all lists, and some lists of each check.
     sampled_ids = set(_sample([row["query_id"] for row in rows], max_lists, "lists"))
@@ -233,26 +233,6 @@ def page_values(
         "shown": [row for row in rows if row["query_id"] in sampled_ids],
         "shown_drops": _sample_drops(filter_drops),
     }
-
-
-def _unknown_lines(
-    rows: Iterable[Mapping[str, Any]], skills: Mapping[str, Skill], texts: Mapping[str, str]
-) -> Iterator[str]:
-    """Yield a line if the pool lacks skills of the lists, and one if queries have no text.
-
-    Args:
-        rows: Rows of LISTS.
-        skills: Skills of the pool by id. Empty: the pool is not known.
-        texts: Query texts by query id. Empty: the queries are not known.
-    """
-    skill_ids = itertools.chain.from_iterable(row["skill_ids"] for row in rows)
-    unknown_skills = sorted(set(skill_ids) - skills.keys())
-    if skills and unknown_skills:
-        yield f"pool: it lacks {len(unknown_skills):,} skill(s), such as {unknown_skills[0]}"
-
-    unknown_queries = sorted({row["query_id"] for row in rows} - texts.keys())
-    if texts and unknown_queries:
-        yield f"queries: {len(unknown_queries):,} have no text, such as {unknown_queries[0]}"
 
 
 def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
@@ -354,4 +334,7 @@ def check_list(
         properties -= {None, ""}
         suspects = [skill for skill in negatives if get_property(skill) in properties]
         findings[check] = {skill.skill_id for skill in suspects}
+
+    if skills:  # the pool is known
+        findings["not_in_pool"] = set(row["skill_ids"]) - skills.keys()
     return {check: skill_ids for check, skill_ids in findings.items() if skill_ids}

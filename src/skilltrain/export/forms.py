@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.export import Form
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -19,6 +19,7 @@ from skilltrain.models.loading import CHECKPOINT_FILE, heads, is_encoder
 from skilltrain.models.modules import write_modules
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
 from skilltrain.models.saving import write_record, write_weights
+from skilltrain.texts import printable
 
 ONNX = "onnx/model.onnx"
 ONNX_INT8 = "onnx/model_quantized.onnx"
@@ -157,21 +158,25 @@ def _add_onnx(folder: Path) -> None:
 
     (folder / ONNX).parent.mkdir()
     is_large = network.num_parameters() * 4 > _MAX_FILE_BYTES
-    torch.onnx.export(
-        network.requires_grad_(False),
-        f=folder / ONNX,
-        kwargs=example,
-        input_names=[*example],
-        output_names=["logits" if heads(network) else "last_hidden_state"],
-        external_data=is_large,
-        dynamic_shapes=dict.fromkeys(example, axes),
-        dynamo=True,
-        verbose=False,
-    )
-    quantize_dynamic(
-        folder / ONNX,
-        folder / ONNX_INT8,
-        per_channel=True,
-        weight_type=QuantType.QInt8,
-        use_external_data_format=is_large,
-    )
+    try:
+        torch.onnx.export(
+            network.requires_grad_(False),
+            f=folder / ONNX,
+            kwargs=example,
+            input_names=[*example],
+            output_names=["logits" if heads(network) else "last_hidden_state"],
+            external_data=is_large,
+            dynamic_shapes=dict.fromkeys(example, axes),
+            dynamo=True,
+            verbose=False,
+        )
+        quantize_dynamic(
+            folder / ONNX,
+            folder / ONNX_INT8,
+            per_channel=True,
+            weight_type=QuantType.QInt8,
+            use_external_data_format=is_large,
+        )
+    except Exception as error:  # a full disk can cause any exception
+        problem = f"cannot write the ONNX model: {printable(reason_of(error), 300)}"
+        raise SkilltrainError("cannot-write", problem, where=folder) from error

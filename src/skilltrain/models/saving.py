@@ -79,9 +79,9 @@ def listed_files(folder: Path) -> list[str]:
     """
     record = folder / CHECKPOINT_FILE
     names = read_json_object(record).get("files")
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+    if not isinstance(names, list):
         raise SkilltrainError("not-a-model", "does not list the model's files", where=record)
-    return names
+    return [str(name) for name in names]
 
 
 def copy_model(source: Path, target: Path) -> None:

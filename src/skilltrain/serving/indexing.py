@@ -122,7 +122,7 @@ def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
 
     # Rankers that are given in the settings may use any server. Rankers that are taken from an
     # existing router may come from somebody else, so their servers must be allowed.
-    system = SystemConfig(name="router", rankers=rankers)
+    system = validate(SystemConfig, {"name": "router", "rankers": rankers}, config.out)
     allowed_servers = None if config.rankers else config.allow_servers  # None allows all
     check_servers(system, allowed_servers, config.out)
     check_rankers(system)

@@ -33,6 +33,7 @@ from skilltrain.training.engine import launch_of, shards_weights
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "state.json"
 _DEEPSPEED_FOLDER = "deepspeed"
+_ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # values that AdamW holds for a parameter
 _DAMAGED_FIX = "delete it, and resume from the one before it"
 
 
@@ -229,14 +230,10 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
     """
     file = checkpoint / WEIGHTS_FILE
     try:
-        stored = {key.removeprefix(prefix): value for key, value in load_file(file).items()}
-    except (OSError, SafetensorError) as error:
+        stored = {key.removeprefix(prefix): value for key, value in _load_tensors(file).items()}
+    except (OSError, SafetensorError, ValueError) as error:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
         raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
-    for key, value in stored.items():
-        if value.isnan().any():
-            fault = f"the checkpoint is damaged: {key} holds NaN"
-            raise SkilltrainError("damaged-checkpoint", fault, where=file, fix=_DAMAGED_FIX)
 
     # Leave frozen weights out, and shard a stored weight like the weight of the module.
     current = module.state_dict(keep_vars=True)
@@ -268,6 +265,15 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
     if mismatches:
         fault = f"the checkpoint does not fit the recipe's model: {mismatches[0]}"
         raise SkilltrainError("changed-model", fault, where=checkpoint)
+
+
+def _load_tensors(file: Path) -> dict[str, Tensor]:
+    """Load a safetensors file. Raises ValueError if a tensor holds NaN."""
+    tensors = load_file(file)
+    for name, value in tensors.items():
+        if value.isnan().any():
+            raise ValueError(f"{name} holds NaN")
+    return tensors
 
 
 def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Tensor]:
@@ -345,7 +351,7 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
         if path is None:
             raise SkilltrainError("not-found", "no such folder", where=folder / _DEEPSPEED_FOLDER)
     else:
-        _restore_optimizer(optimizer, load_file(folder / _optimizer_file(accelerator)))
+        _restore_optimizer(optimizer, _load_tensors(folder / _optimizer_file(accelerator)))
 
     # If each rank holds the whole model, the run may resume on more ranks than before. A new rank
     # has no file, and keeps its current random state.
@@ -378,7 +384,7 @@ def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
         moments: This rank's part of each value, by key `<number of the parameter>.<name>`.
 
     Raises:
-        ValueError: A value is missing or NaN, or has another shape than its parameter.
+        ValueError: A value is missing, or has another shape than its parameter.
     """
     parameters = []
     for group in optimizer.param_groups:
@@ -388,14 +394,12 @@ def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
     for key, value in moments.items():
         number_text, _, name = key.partition(".")
         number = int(number_text)
-        if value.isnan().any():
-            raise ValueError(f"{key} of the optimiser holds NaN")
         if value.ndim:  # a moment; the number of steps has no dimension
             value = _shard_like(parameters[number], value)
         states.setdefault(number, {})[name] = value
-    # AdamW has the same values for every parameter.
-    if len({frozenset(state) for state in states.values()}) > 1:
-        raise ValueError("values of the optimiser are missing")
+    for number, state in states.items():
+        if state.keys() != _ADAMW_STATE:
+            raise ValueError(f"the optimiser holds {sorted(state)} for parameter {number}")
     optimizer.load_state_dict(
         {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
     )

@@ -108,7 +108,8 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
             "wrong-stage", f"is a run of stage {name}, which trains no model", where=run
         )
     config = validate(stage, recipe, run / RECIPE_FILE)
-    return config, record["summary"]
+    summary = record["summary"] if record["finished"] else {}
+    return config, summary
 
 
 def _find_checkpoint(run: Path, name: str | None) -> Path:

@@ -109,16 +109,16 @@ def _check_steps(rows: Iterable[Mapping[str, Any]], where: str) -> None:
         SkilltrainError: A step depends on a missing step, or on itself.
     """
     dependencies = {row["step_id"]: row["depends_on"] for row in rows}
-    for step_id, earlier_ids in dependencies.items():
-        missing = sorted(set(earlier_ids) - dependencies.keys())
-        if missing:
-            problem = f"step '{step_id}' depends on '{missing[0]}', which is no step"
-            raise SkilltrainError("invalid-row", problem, where=where)
     try:
-        TopologicalSorter(dependencies).prepare()
+        # The order also has the steps that others depend on, even if they have no row.
+        ordered_ids = [*TopologicalSorter(dependencies).static_order()]
     except CycleError as error:
         problem = f"steps depend on each other: {' on '.join(error.args[1])}"
         raise SkilltrainError("invalid-row", problem, where=where) from error
+    for step_id in ordered_ids:
+        if step_id not in dependencies:
+            problem = f"a step depends on '{step_id}', which is no step"
+            raise SkilltrainError("invalid-row", problem, where=where)
 
 
 def _relevance_of(
