@@ -112,6 +112,7 @@ def _has_operand(decoder: re.Match[str]) -> bool:
 
 _LITERAL = re.compile(expand("<ENCODED_LITERAL>"))
 _COMMAND = re.compile(expand("<COMMAND>"))
+_ORDER = re.compile(expand("(?i:<RISKY_ORDER>|<AN_ORDER>)"))
 _REVERSAL = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
 _ROT13 = re.compile(r"rot_?13|n-za-m")
 
@@ -125,10 +126,7 @@ _MAX_NESTED_LITERALS = 3
 def find_encoded_literals(text: NormalizedText) -> Spans:
     """Find literals in a program that decode to commands. Spans are in the original text."""
     original = text.original
-    for literal in _LITERAL.finditer(original):
-        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
-        if any(_COMMAND.search(decoded) for decoded in decoded_texts):
-            yield literal.span()
+    yield from _literals_that_hold(_COMMAND, original)
 
     # Rot13 keeps the position of each character, so its spans are those of the original.
     if _ROT13.search(text.normalized):
@@ -139,6 +137,21 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
     if _REVERSAL.search(text.normalized):
         for command in _COMMAND.finditer(original[::-1]):
             yield len(original) - command.end(), len(original) - command.start()
+
+
+def find_encoded_orders(text: NormalizedText) -> Spans:
+    """Find literals in a text that decode to an order. Spans are in the original text."""
+    for span in _literals_that_hold(_ORDER, text.original):
+        if not text.is_sample(*span):
+            yield span
+
+
+def _literals_that_hold(pattern: re.Pattern[str], text: str) -> Spans:
+    """Yield the spans of the encoded literals in which `pattern` matches the decoded text."""
+    for literal in _LITERAL.finditer(text):
+        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
+        if any(pattern.search(decoded) for decoded in decoded_texts):
+            yield literal.span()
 
 
 def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:

@@ -48,6 +48,9 @@ _SECURITY_TOPIC = re.compile(expand("<SECURITY_TOPIC>"))
 _SCANNER_TEST = re.compile(expand("<SCANNER_TEST>"))
 _SCANNER_CODE = re.compile(expand("<SCANNER_CODE>"))
 _LIST_ELEMENT = re.compile(expand("<LIST_ELEMENT>"))
+# Sites and GitHub accounts, and lines with a command that downloads something.
+_SOURCE = re.compile(expand("<SOURCE>"))
+_DOWNLOAD_LINE = re.compile(expand(r"[^\n]{0,2000}<DOWNLOADER>[^\n]{0,2000}"))
 _COMMENT_LINE = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
 
 
@@ -182,6 +185,18 @@ class NormalizedText:
         section_start = max(self.normalized.rfind("\n#", window_start, start), window_start)
         context = self.normalized[section_start:end] + self.line_after(end, 120)
         return self.is_about_security and bool(_WARNING.search(context))
+
+    def is_from_linked_source(self, start: int, end: int) -> bool:
+        """Return whether the skill links elsewhere to all sources in `normalized[start:end]`."""
+        return self._linked_sources.issuperset(_SOURCE.findall(self.normalized, start, end))
+
+    @cached_property
+    def _linked_sources(self) -> set[tuple[str, str]]:
+        """Pairs of a GitHub account and a site that are not in download commands. One is empty."""
+        texts = [_DOWNLOAD_LINE.sub("", self.normalized)]
+        if self.skill:
+            texts += [self.skill.description.lower(), (self.skill.url or "").lower()]
+        return set(_SOURCE.findall("\n".join(texts)))
 
     @cached_property
     def is_about_security(self) -> bool:
