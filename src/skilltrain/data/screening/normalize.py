@@ -6,6 +6,7 @@ import re
 import unicodedata
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -188,21 +189,33 @@ class NormalizedText:
 
     def is_from_linked_source(self, start: int, end: int) -> bool:
         """Return whether the skill links elsewhere to all sources in `normalized[start:end]`."""
-        return self._linked_sources.issuperset(_SOURCE.findall(self.normalized, start, end))
+        passage = self.normalized[start:end]
+        num_links = _count_links(passage)
+        return all(
+            self._num_links[source] > num_links[source] for source in _SOURCE.findall(passage)
+        )
 
     @cached_property
-    def _linked_sources(self) -> set[tuple[str, str]]:
-        """Pairs of a GitHub account and a site that are not in download commands. One is empty."""
-        texts = [_DOWNLOAD_LINE.sub("", self.normalized)]
+    def _num_links(self) -> Counter[tuple[str, str]]:
+        """Number of links of the skill to each source, outside of download commands."""
+        texts = [self.normalized]
         if self.skill:
             texts += [self.skill.description.lower(), (self.skill.url or "").lower()]
-        return set(_SOURCE.findall("\n".join(texts)))
+        return _count_links("\n".join(texts))
 
     @cached_property
     def is_about_security(self) -> bool:
         """Whether name or description say that the skill is about attacks, so it may show some."""
         topic = f"{self.skill.name} {self.skill.description}" if self.skill else ""
         return bool(_SECURITY_TOPIC.search(topic.lower()))
+
+
+def _count_links(text: str) -> Counter[tuple[str, str]]:
+    """Count the links to each source in a text, outside of download commands.
+
+    A source is a pair of a GitHub account and a site, one of which is empty.
+    """
+    return Counter(_SOURCE.findall(_DOWNLOAD_LINE.sub("", text)))
 
 
 def _has_open_quotation(line: str) -> bool:
