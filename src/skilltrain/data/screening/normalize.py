@@ -190,10 +190,10 @@ class NormalizedText:
     def is_from_linked_source(self, start: int, end: int) -> bool:
         """Return whether the skill links elsewhere to all sources in `normalized[start:end]`."""
         passage = self.normalized[start:end]
+        sources = _SOURCE.findall(passage)
         num_links = _count_links(passage)
-        return all(
-            self._num_links[source] > num_links[source] for source in _SOURCE.findall(passage)
-        )
+        is_linked = [self._num_links[source] > num_links[source] for source in sources]
+        return bool(is_linked) and all(is_linked)
 
     @cached_property
     def _num_links(self) -> Counter[tuple[str, str]]:
