@@ -124,34 +124,28 @@ _MAX_NESTED_LITERALS = 3
 
 
 def find_encoded_literals(text: NormalizedText) -> Spans:
-    """Find literals in a program that decode to commands. Spans are in the original text."""
+    """Find literals that decode to commands in a program, or to orders in a text for readers.
+
+    Spans are in the original text. A text for readers may show an encoded attack as an example.
+    """
     original = text.original
-    yield from _literals_that_hold(_COMMAND, original)
+    is_program = text.kind == "program"
+    pattern = _COMMAND if is_program else _ORDER
+    for literal in _LITERAL.finditer(original):
+        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
+        is_example = not is_program and text.is_sample(*literal.span())
+        if not is_example and any(pattern.search(decoded) for decoded in decoded_texts):
+            yield literal.span()
 
     # Rot13 keeps the position of each character, so its spans are those of the original.
     if _ROT13.search(text.normalized):
-        for command in _COMMAND.finditer(codecs.encode(original, "rot13")):
-            yield command.span()
+        for match in pattern.finditer(codecs.encode(original, "rot13")):
+            yield match.span()
 
     # A reversal counts the positions from the end of the original.
     if _REVERSAL.search(text.normalized):
-        for command in _COMMAND.finditer(original[::-1]):
-            yield len(original) - command.end(), len(original) - command.start()
-
-
-def find_encoded_orders(text: NormalizedText) -> Spans:
-    """Find literals in a text that decode to an order. Spans are in the original text."""
-    for span in _literals_that_hold(_ORDER, text.original):
-        if not text.is_sample(*span):
-            yield span
-
-
-def _literals_that_hold(pattern: re.Pattern[str], text: str) -> Spans:
-    """Yield the spans of the encoded literals in which `pattern` matches the decoded text."""
-    for literal in _LITERAL.finditer(text):
-        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
-        if any(pattern.search(decoded) for decoded in decoded_texts):
-            yield literal.span()
+        for match in pattern.finditer(original[::-1]):
+            yield len(original) - match.end(), len(original) - match.start()
 
 
 def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:

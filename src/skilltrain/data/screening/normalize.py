@@ -49,9 +49,9 @@ _SECURITY_TOPIC = re.compile(expand("<SECURITY_TOPIC>"))
 _SCANNER_TEST = re.compile(expand("<SCANNER_TEST>"))
 _SCANNER_CODE = re.compile(expand("<SCANNER_CODE>"))
 _LIST_ELEMENT = re.compile(expand("<LIST_ELEMENT>"))
-# Sites and GitHub accounts, and lines with a command that downloads something.
+# Sites and GitHub accounts, and lines of code with a command that downloads something.
 _SOURCE = re.compile(expand("<SOURCE>"))
-_DOWNLOAD_LINE = re.compile(expand(r"[^\n]{0,2000}<DOWNLOADER>[^\n]{0,2000}"))
+_DOWNLOAD_LINE = re.compile(expand(r"[^\n`]{0,2000}<DOWNLOADER>[^\n`]{0,2000}"))
 _COMMENT_LINE = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
 
 
@@ -198,10 +198,8 @@ class NormalizedText:
     @cached_property
     def _num_links(self) -> Counter[tuple[str, str]]:
         """Number of links of the skill to each source, outside of download commands."""
-        texts = [self.normalized]
-        if self.skill:
-            texts += [self.skill.description.lower(), (self.skill.url or "").lower()]
-        return _count_links("\n".join(texts))
+        header = f"{self.skill.description}\n{self.skill.url}" if self.skill else ""
+        return _count_links(f"{self.normalized}\n{header.lower()}")
 
     @cached_property
     def is_about_security(self) -> bool:
