@@ -36,7 +36,7 @@ _NUM_BINS = 10
 
 
 class Calibrate(Stage):
-    """Fit a router's probabilities, and the threshold below which no skill fits."""
+    """Teach a router when to answer that no skill fits. Needs queries it was not trained on."""
 
     example = "router=runs/router queries=runs/queries clusters=runs/clusters out=runs/calibration"
     result = (
