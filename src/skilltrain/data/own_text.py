@@ -122,7 +122,7 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             is_title = heading_match[1] == "#"
             is_overview = is_title or pattern("overview").search(heading) is not None
             continue
-        if line.rstrip().endswith((":", "：")):
+        if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
 
         context = f"{heading} {list_intro}"
