@@ -288,6 +288,19 @@ def test_fit_without_queries_makes_its_own(command, tmp_path):
     assert (tmp_path / "router" / "report" / "report.html").is_file()
 
 
+def test_skills_without_requests_get_an_untrained_router(tmp_path, capsys):
+    for number in range(21):
+        folder = tmp_path / "skills" / f"habilidad-{number}"
+        folder.mkdir(parents=True)
+        text = f"---\ndescription: Investigar dominios {number} con mapeo\n---\nLeer {number}.\n"
+        (folder / "SKILL.md").write_text(text)
+
+    summary = skilltrain.fit(tmp_path / "skills", tmp_path / "router")
+
+    assert not summary["trained"]
+    assert "no encoder is trained" in " ".join(capsys.readouterr().err.split())
+
+
 def test_dry_run_needs_skills(tmp_path):
     outcome = skilltrain_command("fit", tmp_path / "none", "--out", tmp_path / "x", "--dry-run")
 

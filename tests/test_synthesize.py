@@ -190,6 +190,19 @@ def test_own_text_queries_are_reproducible(own_text: RunOutput, tmp_path):
     assert (second / "queries.parquet").read_bytes() == (out / "queries.parquet").read_bytes()
 
 
+def test_closing_line_names_table_of_dropped_queries(tmp_path):
+    write_skills(tmp_path, 1)
+    config = config_of(tmp_path, num_queries_per_skill=3)
+    config.out.mkdir()
+    summary = config.run(config.out)
+
+    line = config.closing_lines(summary)[0]
+
+    table = tmp_path / "out" / "dropped.parquet"
+    assert ": 2 queries for 1 skill, " in line
+    assert line.endswith(f"left out: empty 1 (reasons: skilltrain show {table})")
+
+
 GOOD = Reply("Sort my pile of paper.")
 LEAK = Reply("Run the Invoice_Sorter now")
 BAD_REPLIES = [

@@ -1,5 +1,6 @@
 """Base class and list of all stages. A recipe holds the settings of one stage."""
 
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -70,7 +71,7 @@ STAGES = {
     ),
     "teacher": (
         "skilltrain.evaluation.candidates:Teacher",
-        "Write a system's scores into lists, for an encoder to learn from (kl, margin_mse).",
+        "Add teacher scores to training lists, for distillation (kl, margin_mse).",
     ),
     "train_reranker": (
         "skilltrain.training.train:TrainReranker",
@@ -82,7 +83,7 @@ STAGES = {
     ),
     "calibrate": (
         "skilltrain.serving.calibrate:Calibrate",
-        "Fit a router's probabilities, and the threshold below which no skill fits.",
+        "Teach a router when to answer that no skill fits. Needs queries it was not trained on.",
     ),
     "evaluate": (
         "skilltrain.evaluation.evaluate:Evaluate",
@@ -177,7 +178,12 @@ class Stage(Config):
         values["near"] = shlex.quote(str(self.out.parent))
         values["base"] = _BASE_ENCODER
         values["quotas"] = _QUOTAS
-        lines = [f"{self.out}: {self.result.format_map(values)}"]
+        result = _with_singulars(self.result.format_map(values))
+        dropped_table = self.out / "dropped.parquet"
+        is_incomplete = bool(summary.get("num_dropped") or summary.get("dropped"))
+        if is_incomplete and dropped_table.is_file():
+            result += f" (reasons: skilltrain show {shlex.quote(str(dropped_table))})"
+        lines = [f"{self.out}: {result}"]
         if self.next_command:
             lines.append(f"next: skilltrain {self.next_command.format_map(values)}")
         return lines
@@ -189,6 +195,12 @@ class TrainingStage(Stage):
     def run(self, out: Path, resume: bool = False) -> Summary:
         """Train in the folder `out`, from its newest checkpoint if `resume` is true."""
         raise NotImplementedError
+
+
+def _with_singulars(text: str) -> str:
+    """Put the nouns after the number 1 into the singular: "1 query" for "1 queries"."""
+    text = re.sub(r"(?<![\w.,])1 (\w+)ies\b", r"1 \1y", text)
+    return re.sub(r"(?<![\w.,])1 (\w{2,}[^\Ws])s\b", r"1 \1", text)
 
 
 def _in_words(value: Any) -> str:

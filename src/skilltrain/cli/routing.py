@@ -69,14 +69,22 @@ def fit(
         Path, typer.Option(help="folder to write: the router, and the results of all steps")
     ],
     queries: Annotated[
-        list[Path] | None, typer.Option(help="file of queries; may be repeated")
+        list[Path] | None,
+        typer.Option(
+            help="file of queries, a line each: "
+            '{"query": "join two PDFs", "skill_ids": ["pdf-merge"]}; may be repeated'
+        ),
     ] = None,
     llm: Annotated[
         str | None,
-        typer.Option(help="chat model that writes queries if none are given: '{kind: openai, …}'"),
+        typer.Option(
+            help="chat model that writes queries if none are given, such as "
+            "'{kind: openai, model: gpt-4o-mini}'"
+        ),
     ] = None,
     settings: Annotated[
-        list[str] | None, typer.Argument(help="key=value: base, max_tokens, epochs, seed, …")
+        list[str] | None,
+        typer.Argument(help="key=value, such as epochs=2; keys: base, max_tokens, epochs, seed"),
     ] = None,
     no_train: Annotated[
         bool, typer.Option("--no-train", help="stop after the router without training")
@@ -86,8 +94,9 @@ def fit(
 ) -> None:
     """Make a router from a folder of skills.
 
-    A router without training answers first. Then an encoder is trained, and used if it is better on
-    held-out queries. The same command continues a stopped run. OUT/recipes has all recipes.
+    A router without training answers first, for 500 skills after about a minute. Then an encoder is
+    trained, and used if it is better on held-out queries. The same command continues a stopped run.
+    OUT/recipes has all recipes.
 
     Example: skilltrain fit my_skills --out runs/router
     """

@@ -185,7 +185,9 @@ def recipes(
 
 @app.command("inspect", rich_help_panel="Data")
 def inspect_lists(
-    lists: Annotated[Path, typer.Argument(help="folder of the stage lists")],
+    lists: Annotated[
+        Path, typer.Argument(help="folder that the stage lists wrote, such as runs/lists")
+    ],
     out: Annotated[
         Path | None, typer.Option(help="page to write; default: LISTS.html beside the folder")
     ] = None,

@@ -31,9 +31,7 @@ from skilltrain.texts import num_words, one_line, words_of
 Kind = Literal["quote", "use", "description", "feature"]
 
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
-# Words that a request from the body shares with the description, outside "when to use" sections.
-# Requests with fewer are often too vague to be understood alone.
-_MIN_SHARED_FEATURE_WORDS = 2
+_MIN_CLEAR_WORDS = 8  # of a request that is seldom vague
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -124,7 +122,7 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             is_title = heading_match[1] == "#"
             is_overview = is_title or pattern("overview").search(heading) is not None
             continue
-        if line.rstrip().endswith((":", "：")):
+        if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
 
         context = f"{heading} {list_intro}"
@@ -142,16 +140,22 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
         if kind == "use":
             for passage in _quotations(line, skill.name):
                 yield "quote", passage
-        min_shared_words = 1 if kind == "use" else _MIN_SHARED_FEATURE_WORDS
         for passage in passages:
-            if _num_shared_words(passage.request, skill) >= min_shared_words:
+            if _is_clear(passage.request, kind, skill):
                 yield kind, passage
 
 
-def _num_shared_words(request: str, skill: Skill) -> int:
-    """Count the words, besides the verb, that a request shares with the name or description."""
+def _is_clear(request: str, kind: Kind, skill: Skill) -> bool:
+    """Return whether a request from the body can be understood alone.
+
+    Short requests are often too vague. They must share words, besides the verb, with the name or
+    the description: one word in a "when to use" section, and two words elsewhere.
+    """
+    if kind == "use" and num_words(request) >= _MIN_CLEAR_WORDS:
+        return True
     long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
-    return len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
+    num_shared = len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
+    return num_shared >= (1 if kind == "use" else 2)
 
 
 def _quotations(text: str, name: str) -> Iterator[Passage]:

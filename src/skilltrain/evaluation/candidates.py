@@ -112,7 +112,7 @@ def estimate_ranking(
 
 
 class Teacher(Stage):
-    """Write a system's scores into lists, for an encoder to learn from (kl, margin_mse)."""
+    """Add teacher scores to training lists, for distillation (kl, margin_mse)."""
 
     example = (
         "pool=runs/pool lists=runs/encoder_lists 'rankers=[{kind: rerank, source: "
@@ -123,10 +123,13 @@ class Teacher(Stage):
 
     stage: Literal["teacher"]
     pool: InputPath = Field(description="SKILLS table (file or folder)")
-    lists: InputPath = Field(description="folder of the stage lists: lists, queries and judgements")
+    lists: InputPath = Field(
+        description="folder with lists, queries and judgements, as the stage lists writes it"
+    )
     rankers: tuple[AnyRanker, ...] = Field(
         min_length=1,
-        description="as in a system, but each ranks whole lists; the last one gives the scores",
+        description="rankers of a system, such as [{kind: rerank, source: runs/reranker}]; each "
+        "orders whole lists, and the last one gives the scores",
     )
     out: Path = Field(
         description="folder to write: LISTS with teacher_scores, QUERIES and JUDGEMENTS"

@@ -158,8 +158,14 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
         say(f"{num_skills} skills are too few to train an encoder; the router works without one")
         return result
 
-    # Train an encoder.
-    runner.run("queries")
+    # Train an encoder. Texts in other languages than English and Chinese make no queries.
+    try:
+        runner.run("queries")
+    except SkilltrainError as error:
+        if error.code != "nothing-generated":
+            raise
+        say(f"no encoder is trained, and the router works without one: {error}")
+        return result
     runner.run("mined")
     runner.run("filtered")
     result["num_lists"] = runner.run("encoder_lists")["num_lists"]

@@ -69,7 +69,9 @@ class BuildIndex(Stage):
         default=None, description="whatever the stage pool reads; null: the router's own pool"
     )
     rankers: tuple[AnyRanker, ...] | None = Field(
-        None, min_length=1, description="what ranks; null: the router's own rankers"
+        None,
+        min_length=1,
+        description="rankers of a system, such as [{kind: lexical}]; null: those of the router",
     )
     calibration: InputPath | None = Field(
         default=None, description="folder of the stage calibrate; null: the router's own, if any"

@@ -107,8 +107,12 @@ class Train(TrainingStage):
         fit_into_memory(step, self.training, accelerator.device)
         share = truncated_share(step)
         if share:
-            limit = f"model.max_tokens={step.model.settings.max_tokens}"
-            say(f"warning: {share:.1%} of the positives are longer than {limit}, and cut there")
+            max_tokens = step.model.settings.max_tokens
+            say(
+                f"the first {max_tokens} tokens of a skill are read: name, description and the "
+                f"start of the body. {share:.1%} of the positives are longer, which is usual. A "
+                "higher model.max_tokens reads more and takes longer"
+            )
         dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
 
         # Train. Parameters are counted before the launcher shards them.
