@@ -3,10 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from skilltrain.losses import InfoNCE, ListwiseCE
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+from skilltrain.training import estimates
 from skilltrain.training.estimates import count_work
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
@@ -101,6 +103,15 @@ def test_dry_run_measures_memory_and_time(runs, tmp_path):
     assert counts["memory_mib"] > 100  # Python and torch alone take more
     assert 0 < counts["hours"] < 1
     assert not out.exists()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the heap of a CPU")
+def test_dry_run_allows_for_growth_of_the_heap(runs, monkeypatch):
+    monkeypatch.setattr(estimates, "peak_bytes", lambda device: 100 * 2**20)
+
+    counts = dry_run(runs / "recipes" / "encoder.yaml")
+
+    assert counts["memory_mib"] == 110
 
 
 def test_dry_run_of_a_large_model_on_a_cpu_loads_no_weights(runs, monkeypatch):

@@ -13,6 +13,7 @@ from skilltrain.training.memory import peak_bytes
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepModule
 
+_HEAP_GROWTH = 1.1  # on a CPU the heap fragments during a run: 8 to 20% with MiniLM
 _NUM_SAMPLED_BATCHES = 100  # their padding is computed, and taken for that of all batches
 
 
@@ -53,7 +54,8 @@ def measure_run(training: Training) -> dict[str, float]:
     Evaluations and checkpoints are not included in the time.
 
     Returns:
-        `memory_mib`, the peak memory of this rank, and `hours`, the time of all batches.
+        `memory_mib`, the peak memory of this rank, and `hours`, the time of all batches. On a CPU
+        the memory includes an allowance for the growth of the heap.
     """
     step = training.step_module
     steps = step_batches(step.data.lists, training.config)
@@ -71,7 +73,10 @@ def measure_run(training: Training) -> dict[str, float]:
     # The time of a batch is proportional to its tokens, including padding.
     hours_if_all_largest = seconds / 3600 * len(batches)
     hours = hours_if_all_largest * mean_tokens / largest_tokens
-    peak = peak_bytes(training.accelerator.device)
+    device = training.accelerator.device
+    peak: float = peak_bytes(device)
+    if device.type == "cpu":
+        peak *= _HEAP_GROWTH
     return {"memory_mib": round(peak / 2**20, 1), "hours": float(f"{hours:.2g}")}
 
 
