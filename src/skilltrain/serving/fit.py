@@ -147,8 +147,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     if not has_router:
         runner.run("untrained")
         say(f"this router answers already: skilltrain route --router {config.out} 'a task'")
-    if not has_router or not config.train:
-        _calibrate(runner, "calibration")
+    _calibrate(runner, "calibration")
     if not config.train:
         return result
     if num_skills < MIN_SKILLS:
