@@ -35,7 +35,7 @@ MIN_SKILLS = 21
 UNTRAINED = "untrained router"
 TRAINED = "router"
 _MAX_P = 0.05  # a difference with a higher p-value may be chance
-_MAX_CUT_QUERIES = 100  # to calibrate with; their skills are encoded again, without the passages
+_MAX_CUT_QUERIES = 150  # to calibrate with; their skills are encoded again, without the passages
 _DEV_SHARE = 0.2  # of given queries without a split
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
@@ -150,8 +150,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     if not has_router:
         runner.run("untrained")
         say(f"this router answers already: skilltrain route --router {config.out} 'a task'")
-    if not has_router or not config.train:
-        _calibrate(runner, "calibration")
+    _calibrate(runner, "calibration")
     if not config.train:
         return result
     if num_skills < MIN_SKILLS:
