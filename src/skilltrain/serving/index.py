@@ -353,13 +353,11 @@ def _load_generation(folder: Path) -> Index:
     # Load the skills, and what each ranker has stored about them.
     router = folder.parent
     system = record.system(router)
-    sources: list[Path] = []
+    sources = [Path(_from_stored_path(router, name)) for name in record.sources]
     roots: list[Path | None] = []  # [skill]
-    for name, num_skills in record.sources.items():
-        source = Path(_from_stored_path(router, name))
+    for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
         # Only `local.json` may name folders outside the router. The record may be a stranger's.
         is_known = name.startswith((_LOCAL, "./"))
-        sources.append(source)
         roots += [source if is_known else None] * num_skills
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False), roots)
     keys = np.load(folder / KEYS_FILE)  # [skill]
