@@ -114,9 +114,9 @@ def test_each_strategy_gives_one_distractor(first_run):
 def test_pool_stage_reads_distractors(first_run):
     _, _, out = first_run
 
-    skills = [asdict(skill) for skill in read_source(out) if isinstance(skill, Skill)]
+    skills = [skill for skill in read_source(out) if isinstance(skill, Skill)]
 
-    assert skills == read_table(out, SKILLS).to_pylist()
+    assert skills == [Skill(**row) for row in read_table(out, SKILLS).to_pylist()]
 
 
 def test_second_run_sends_nothing(first_run, benchmark: Path, server: LLMServer):

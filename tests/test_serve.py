@@ -57,7 +57,7 @@ from skilltrain.serving.service import (
     RouteLog,
     Service,
     find_skill,
-    skill_entry,
+    skill_entries,
     skill_uri,
     watched_contents,
 )
@@ -180,7 +180,7 @@ def test_other_uris_lead_nowhere(skill_id, name, uri):
 
 
 def test_an_entry_has_the_front_matter():
-    entry = skill_entry(replace(PDF, license="MIT"))
+    (entry,) = skill_entries(replace(PDF, license="MIT"))
 
     expected = {"name": "pdf-merge", "description": PDF.description, "license": "MIT"}
     assert entry["frontmatter"] == expected
@@ -188,7 +188,7 @@ def test_an_entry_has_the_front_matter():
 
 @pytest.mark.parametrize("change", [{"name": "PDF merge"}, {"description": ""}])
 def test_other_than_agent_skills_have_no_entry(change):
-    assert skill_entry(replace(PDF, **change)) is None
+    assert skill_entries(replace(PDF, **change)) == []
 
 
 # MCP --------------------------------------------------------------------------
@@ -490,7 +490,7 @@ def test_flagged_skills_are_withheld_on_demand():
     service = new_service(flagged="withhold")
 
     rows = service.search("pdf files", 1, None)["skills"]
-    page = service.page(0, lambda skill: [skill_entry(skill)])
+    page = service.page(0, skill_entries)
 
     assert [row["skill_id"] for row in rows] == [PDF.skill_id]
     assert [entry["uri"] for entry in page.entries] == [skill_uri(PDF), skill_uri(CSV)]

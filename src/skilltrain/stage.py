@@ -358,6 +358,6 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
             "not-found",
             "holds no recipe" if folder.is_dir() else "no such folder",
             where=folder,
-            fix="recipes come with the repository and with its wheel: clone it, or give --dir",
+            fix="recipes come with the repository: clone it, or give --dir",
         )
     return recipes

@@ -373,13 +373,11 @@ def _load_generation(folder: Path) -> Index:
     system = record.system(router)
     if record.calibration and not _knows_rankers(system, record.calibration):
         raise ValueError("its calibration is of other rankers")
-    sources: list[Path] = []
+    sources = [Path(_from_stored_path(router, name)) for name in record.sources]
     roots: list[Path | None] = []  # [skill]
-    for name, num_skills in record.sources.items():
-        source = Path(_from_stored_path(router, name))
+    for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
         # Only `local.json` may name folders outside the router. The record may be a stranger's.
         is_known = name.startswith((_LOCAL, "./"))
-        sources.append(source)
         roots += [source if is_known else None] * num_skills
     skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False), roots)
     keys = np.load(folder / KEYS_FILE)  # [skill]

@@ -62,7 +62,7 @@ from skilltrain.serving.service import (
     Entries,
     Filters,
     Service,
-    skill_entry,
+    skill_entries,
     skill_files,
 )
 from skilltrain.terminal import say
@@ -259,17 +259,18 @@ class Methods:
 
     async def get_skill(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
         """Answer skills/get: the entry of a skill."""
-        entry = await self._run_request("skills/get", self._service.entry, params.uri)
-        if entry is None:
+        entries = await self._run_request("skills/get", self._service.entries, params.uri)
+        if not entries:
             raise _invalid_params(
                 "Agent Skills do not allow its name or description; load_skill reads it"
             )
-        return {"skill": entry, **_RESULT_FIELDS}
+        return {"skill": entries[0], **_RESULT_FIELDS}
 
     async def read_resource(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
         """Answer resources/read: the content of a file, as a text or else as a blob."""
         content = await self._run_request("resources/read", self._service.file, params.uri)
-        file = _file_entry(params.uri)
+        mime_type, _ = guess_type(params.uri)
+        file = {"uri": params.uri, "mimeType": mime_type, "_meta": _UNTRUSTED}
         try:
             file["text"] = content.decode()
         except UnicodeDecodeError:
@@ -300,24 +301,13 @@ def _answer_tool(service: Service, name: str, arguments: dict[str, Any]) -> Any:
     return validate(_ARGUMENTS[name], arguments, name).answer(service)
 
 
-def _skill_entries(skill: Skill) -> Entries:
-    """Return the entry of a skill as a list; an empty list if it has none."""
-    entry = skill_entry(skill)
-    return [] if entry is None else [entry]
-
-
 def _file_entries(skill: Skill) -> Entries:
-    """Return name, size, URI and type of each file of a skill."""
+    """Return URI, name and size of each file of a skill."""
     entries: Entries = []
     for uri, content in skill_files(skill).items():
         name = untrusted_line(unquote(uri.removeprefix(URI_SCHEME)))
-        entries.append({"name": name, "size": len(content), **_file_entry(uri)})
+        entries.append({"uri": uri, "name": name, "size": len(content), "_meta": _UNTRUSTED})
     return entries
-
-
-def _file_entry(uri: str) -> dict[str, Any]:
-    """Return URI and type of a file, and that it is untrusted."""
-    return {"uri": uri, "mimeType": guess_type(uri)[0], "_meta": _UNTRUSTED}
 
 
 def _parse_cursor(cursor: str) -> int:
@@ -349,7 +339,7 @@ def new_mcp_server(service: Service) -> Server:
     add("tools/call", CallToolRequestParams, methods.call_tool)
     add("resources/read", ReadResourceRequestParams, methods.read_resource)
     add("skills/get", ReadResourceRequestParams, methods.get_skill)
-    for key, describe in (("resources", _file_entries), ("skills", _skill_entries)):
+    for key, describe in (("resources", _file_entries), ("skills", skill_entries)):
         list_page = partial(methods.list_page, key, describe)
         add(f"{key}/list", PaginatedRequestParams, list_page)
     return server

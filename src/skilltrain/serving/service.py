@@ -248,9 +248,9 @@ class Service:
             raise _unknown_uri(uri)
         return skill
 
-    def entry(self, uri: str) -> dict[str, Any] | None:
-        """Return the entry of the skill at a URI (see `skill_entry`)."""
-        return skill_entry(self.skill(uri))
+    def entries(self, uri: str) -> Entries:
+        """Return the entry of the skill at a URI as a list (see `skill_entries`)."""
+        return skill_entries(self.skill(uri))
 
     def file(self, uri: str) -> bytes:
         """Return the content of a skill's file (see `skill_files`).
@@ -462,15 +462,19 @@ def skill_files(skill: Skill) -> dict[str, bytes]:
     return files
 
 
-def skill_entry(skill: Skill) -> dict[str, Any] | None:
-    """Return URI, front matter and manifest of a skill. None if Agent Skills do not allow it."""
+def skill_entries(skill: Skill) -> Entries:
+    """Return the entry of a skill as a list: URI, front matter and manifest of its files.
+
+    The list is empty if Agent Skills do not allow the skill.
+    """
     if not _is_agent_skill(skill):
-        return None
+        return []
     manifest = []
     for uri, content in skill_files(skill).items():
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         manifest.append({"uri": uri, "digest": digest, "size": len(content)})
-    return {"uri": skill_uri(skill), "frontmatter": front_matter(skill), "resources": manifest}
+    entry = {"uri": skill_uri(skill), "frontmatter": front_matter(skill), "resources": manifest}
+    return [entry]
 
 
 def _is_agent_skill(skill: Skill) -> bool:
