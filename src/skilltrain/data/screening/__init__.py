@@ -10,7 +10,7 @@ from dataclasses import asdict
 from itertools import chain, islice
 from pathlib import Path
 
-from skilltrain.data.screening.bundled import BundledFile, read_bundled_files
+from skilltrain.data.screening.bundled import BundledFile, read_bundled_files, read_front_matter
 from skilltrain.data.screening.fragments import load_rules_file
 from skilltrain.data.screening.normalize import NormalizedText, normalize_text
 from skilltrain.data.screening.rules import Flag, Rule
@@ -28,7 +28,7 @@ _BLOCK_SIZE = 256  # skills that a worker screens at a time
 
 
 def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
-    """Screen a skill and the files in its folder, hidden files included.
+    """Screen a skill and the files in its folder, hidden files and front matter included.
 
     Args:
         skill: The skill to screen.
@@ -41,7 +41,7 @@ def screen(skill: Skill, folder: Path | None = None) -> list[Flag]:
         return screen_texts(skill, [])
     visible_files, _ = read_bundled_files(folder)
     hidden_files, _ = read_bundled_files(folder, hidden=True)
-    return screen_texts(skill, visible_files + hidden_files)
+    return screen_texts(skill, [*visible_files, *hidden_files, read_front_matter(folder)])
 
 
 def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:

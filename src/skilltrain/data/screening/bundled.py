@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from skilltrain.data.pool.skill_file import MAX_FILES, bundled_paths
+from skilltrain.data.pool.skill_file import MAX_FILES, SKILL_FILE, bundled_paths, split_header
 from skilltrain.texts import clean_text, decode_text, printable
 
 MAX_BYTES = 4 * 2**20  # per skill; files beyond it are neither screened nor copied
@@ -69,3 +69,15 @@ def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[Bund
         num_bytes += size
         files.append(BundledFile(path.relative_to(folder), content, os.access(path, os.X_OK)))
     return files, num_omitted
+
+
+def read_front_matter(folder: Path) -> BundledFile:
+    """Return what the front matter of a SKILL.md holds beside name and description, as a file.
+
+    A loaded skill does not have it, but an agent that opens the SKILL.md reads it.
+    """
+    file = folder / SKILL_FILE
+    text = file.read_text("utf-8", "replace") if file.is_file() else ""
+    fields, _ = split_header(text)
+    others = {key: value for key, value in fields.items() if key not in ("name", "description")}
+    return BundledFile(Path(SKILL_FILE), str(others).encode(), is_executable=False)

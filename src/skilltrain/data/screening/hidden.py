@@ -93,6 +93,8 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
     characters = run[0]
     previous = text[max(0, run.start() - 1) : run.start()]
     following = text[run.end() : run.end() + 1]
+    if len(characters) == 1 and _is_explained(text, run):
+        return True
     match run.lastgroup:
         case "joiner":
             # Emojis and some scripts need joiners. Between Latin letters they only split a word.
@@ -119,6 +121,12 @@ def _is_written_without_joiners(character: str) -> bool:
     if character.isascii():
         return True
     return unicodedata.name(character, "").startswith(("LATIN", "GREEK", "CYRILLIC"))
+
+
+def _is_explained(text: str, run: re.Match[str]) -> bool:
+    """Return whether the text before a character states its number, as a lesson does: `U+202E`."""
+    window_start = max(0, run.start() - _DIRECTION_CONTEXT_CHARS)
+    return f"u+{ord(run[0]):04x}" in text[window_start : run.start()].lower()
 
 
 def _is_near_right_to_left_letters(text: str, run: re.Match[str]) -> bool:

@@ -112,6 +112,7 @@ def _has_operand(decoder: re.Match[str]) -> bool:
 
 _LITERAL = re.compile(expand("<ENCODED_LITERAL>"))
 _COMMAND = re.compile(expand("<COMMAND>"))
+_ORDER = re.compile(expand("(?i:<RISKY_ORDER>|<AN_ORDER>)"))
 _REVERSAL = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
 _ROT13 = re.compile(r"rot_?13|n-za-m")
 
@@ -123,22 +124,28 @@ _MAX_NESTED_LITERALS = 3
 
 
 def find_encoded_literals(text: NormalizedText) -> Spans:
-    """Find literals in a program that decode to commands. Spans are in the original text."""
+    """Find literals that decode to commands in a program, or to orders in a text for readers.
+
+    Spans are in the original text. A text for readers may show an encoded attack as an example.
+    """
     original = text.original
+    is_program = text.kind == "program"
+    pattern = _COMMAND if is_program else _ORDER
     for literal in _LITERAL.finditer(original):
         decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
-        if any(_COMMAND.search(decoded) for decoded in decoded_texts):
+        is_example = not is_program and text.is_sample(*literal.span())
+        if not is_example and any(pattern.search(decoded) for decoded in decoded_texts):
             yield literal.span()
 
     # Rot13 keeps the position of each character, so its spans are those of the original.
     if _ROT13.search(text.normalized):
-        for command in _COMMAND.finditer(codecs.encode(original, "rot13")):
-            yield command.span()
+        for match in pattern.finditer(codecs.encode(original, "rot13")):
+            yield match.span()
 
     # A reversal counts the positions from the end of the original.
     if _REVERSAL.search(text.normalized):
-        for command in _COMMAND.finditer(original[::-1]):
-            yield len(original) - command.end(), len(original) - command.start()
+        for match in pattern.finditer(original[::-1]):
+            yield len(original) - match.end(), len(original) - match.start()
 
 
 def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ import re
 import unicodedata
 from array import array
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -48,6 +49,9 @@ _SECURITY_TOPIC = re.compile(expand("<SECURITY_TOPIC>"))
 _SCANNER_TEST = re.compile(expand("<SCANNER_TEST>"))
 _SCANNER_CODE = re.compile(expand("<SCANNER_CODE>"))
 _LIST_ELEMENT = re.compile(expand("<LIST_ELEMENT>"))
+# Sites and GitHub accounts, and lines of code with a command that downloads something.
+_SOURCE = re.compile(expand("<SOURCE>"))
+_DOWNLOAD_LINE = re.compile(expand(r"[^\n`]{0,2000}<DOWNLOADER>[^\n`]{0,2000}"))
 _COMMENT_LINE = re.compile(r"(?:^|(?<=\n))[^\S\n]{0,40}(?:#|//|\*|--)[^\n]{0,400}")
 
 
@@ -183,11 +187,33 @@ class NormalizedText:
         context = self.normalized[section_start:end] + self.line_after(end, 120)
         return self.is_about_security and bool(_WARNING.search(context))
 
+    def is_from_linked_source(self, start: int, end: int) -> bool:
+        """Return whether the skill links elsewhere to all sources in `normalized[start:end]`."""
+        passage = self.normalized[start:end]
+        sources = _SOURCE.findall(passage)
+        num_links = _count_links(passage)
+        is_linked = [self._num_links[source] > num_links[source] for source in sources]
+        return bool(is_linked) and all(is_linked)
+
+    @cached_property
+    def _num_links(self) -> Counter[tuple[str, str]]:
+        """Number of links of the skill to each source, outside of download commands."""
+        header = f"{self.skill.description}\n{self.skill.url}" if self.skill else ""
+        return _count_links(f"{self.normalized}\n{header.lower()}")
+
     @cached_property
     def is_about_security(self) -> bool:
         """Whether name or description say that the skill is about attacks, so it may show some."""
         topic = f"{self.skill.name} {self.skill.description}" if self.skill else ""
         return bool(_SECURITY_TOPIC.search(topic.lower()))
+
+
+def _count_links(text: str) -> Counter[tuple[str, str]]:
+    """Count the links to each source in a text, outside of download commands.
+
+    A source is a pair of a GitHub account and a site, one of which is empty.
+    """
+    return Counter(_SOURCE.findall(_DOWNLOAD_LINE.sub("", text)))
 
 
 def _has_open_quotation(line: str) -> bool:

@@ -67,8 +67,11 @@ class Check(Config, validate_default=False):
         scores: Points by expression, for those that match near a finding.
         min_score: Points that a finding needs.
         unless: Expression that must not match near a finding.
-        skip_if: Whether to skip commands with a warning around them (`warned`), orders that are
-            only quoted (`quoted`), or nothing.
+        skip_if: Whether to skip commands with a warning around them (`warned`), commands that a
+            skill about security shows as examples (`sample`), orders that are only quoted
+            (`quoted`), or nothing.
+        skip_linked_source: Whether to skip downloads from sites and GitHub accounts that the skill
+            links to elsewhere. They probably belong to the skill or to the program it is about.
         context_chars: What counts as near, in characters before and after a finding.
         anchor_chars: Characters searched before and after an anchor.
         fields: Kinds of texts that are checked.
@@ -82,7 +85,8 @@ class Check(Config, validate_default=False):
     scores: dict[Regex, int] = Field(default={})
     min_score: int = 0
     unless: Regex = ""
-    skip_if: Literal["warned", "quoted"] | None = "warned"
+    skip_if: Literal["warned", "sample", "quoted"] | None = "warned"
+    skip_linked_source: bool = False
     context_chars: int = 160
     anchor_chars: int = 400
     fields: tuple[Kind, ...] = ("name", "description", "body", "program")
@@ -132,8 +136,12 @@ class Check(Config, validate_default=False):
             return False
         if self.unless and is_near(self.unless):
             return False
+        if self.skip_linked_source and text.is_from_linked_source(start, end):
+            return False
         if self.skip_if == "quoted":
             return not text.is_quoted(start)
+        if self.skip_if == "sample":
+            return not text.is_sample(start, end)
         if self.skip_if == "warned":
             return not text.has_warning(start, end)
         return True
