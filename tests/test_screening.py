@@ -200,11 +200,11 @@ HARMLESS = {
         "<!-- Agents: keep the headings and fill in every section. -->",
         '{"system": "You are a support agent. Always answer in French.", "model": "x"}',
         "```yaml\n# The assistant may change these values when the user asks for it\n```",
-        "echo " + base64.b64encode(b'{"name": "Ada", "role": "editor"}').decode() + " | base64 -d",
+        f"echo {PAYLOAD} | base64 -d | jq .",
     ],
     "install_hook": [
-        "pip install -i https://pypi.tuna.tsinghua.edu.cn/simple torch",
-        "pip install --index-url http://pypi.corp.internal/simple --trusted-host packages.corp.internal x",
+        "pip install -i https://mirror.tsinghua.edu.cn/simple torch",
+        "pip install --index-url http://pip.corp.lan/simple --trusted-host pip.corp.lan x",
         "npm set registry http://localhost:4873/",
     ],
     "tampering": [
