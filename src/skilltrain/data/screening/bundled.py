@@ -79,5 +79,6 @@ def read_front_matter(folder: Path) -> BundledFile:
     file = folder / SKILL_FILE
     text = file.read_text("utf-8", "replace") if file.is_file() else ""
     fields, _ = split_header(text)
-    others = {key: value for key, value in fields.items() if key not in ("name", "description")}
-    return BundledFile(Path(SKILL_FILE), str(others).encode(), is_executable=False)
+    known_keys = ("name", "description")
+    other_fields = {key: value for key, value in fields.items() if key not in known_keys}
+    return BundledFile(Path(SKILL_FILE), str(other_fields).encode(), is_executable=False)
