@@ -60,6 +60,22 @@ if TYPE_CHECKING:
     from skilltrain.serving.router import Router
 
 
+QueryFiles = Annotated[
+    list[Path] | None,
+    typer.Option(
+        help="file of queries, a line each: "
+        '{"query": "join two PDFs", "skill_ids": ["pdf-merge"]}; may be repeated'
+    ),
+]
+ChatModel = Annotated[
+    str | None,
+    typer.Option(
+        help="chat model that writes queries if none are given, such as "
+        "'{kind: openai, model: gpt-4o-mini}'"
+    ),
+]
+
+
 @app.command(cls=DashedCommand, rich_help_panel="Start here")
 def fit(
     skills: Annotated[
@@ -68,20 +84,8 @@ def fit(
     out: Annotated[
         Path, typer.Option(help="folder to write: the router, and the results of all steps")
     ],
-    queries: Annotated[
-        list[Path] | None,
-        typer.Option(
-            help="file of queries, a line each: "
-            '{"query": "join two PDFs", "skill_ids": ["pdf-merge"]}; may be repeated'
-        ),
-    ] = None,
-    llm: Annotated[
-        str | None,
-        typer.Option(
-            help="chat model that writes queries if none are given, such as "
-            "'{kind: openai, model: gpt-4o-mini}'"
-        ),
-    ] = None,
+    queries: QueryFiles = None,
+    llm: ChatModel = None,
     settings: Annotated[
         list[str] | None,
         typer.Argument(help="key=value, such as epochs=2; keys: base, max_tokens, epochs, seed"),
