@@ -42,7 +42,7 @@ QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random
 """Number of hard negatives in a training list, by the way in which they are mined."""
 # Fewer negatives keep the time and the memory of `fit` small. Every skill of a batch is also a
 # negative of the batch's other queries.
-_FIT_QUOTAS: Mapping[str, int] = {"semantic": 1, "lexical": 1, "taxonomy": 1}
+_FIT_QUOTAS: Mapping[str, int] = {"semantic": 1, "lexical": 1}
 
 
 class FitConfig(Config):

@@ -15,7 +15,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.terminal import launched_ranks, ranks_on_machine, say
 from skilltrain.training.engine import shards_state
-from skilltrain.training.loop import GIB, Batch, largest_batch, step_batches
+from skilltrain.training.loop import GIB, Batch, largest_batch, return_free_memory, step_batches
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, StepSettings
 
@@ -41,6 +41,8 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     Raises:
         SkilltrainError: The available memory is too small for every choice.
     """
+    return_free_memory(0, device)  # of the stages that this process ran before
+
     # Compute the memory that is left for the activations of the largest batch.
     batches = chain.from_iterable(step_batches(step.data.lists, config))
     batch = largest_batch(step, batches)
