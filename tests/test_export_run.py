@@ -26,7 +26,7 @@ from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.models.loading import resolve_model
 from skilltrain.models.reranker import Reranker, RerankerConfig
-from skilltrain.models.saving import save_model
+from skilltrain.models.saving import copy_model, save_model
 from skilltrain.records import Skill
 from skilltrain.tables import SKILLS, write_table
 from skilltrain.training.export_run import export_run, push_model
@@ -402,6 +402,14 @@ def test_removed_names_say_their_replacement(tmp_path):
 
         assert outcome.code == 2
         assert advice in outcome.error_line
+
+
+@pytest.mark.parametrize("text", ["{}", "[1]", '{"files": 5}'])
+def test_model_without_list_of_files_is_refused(tmp_path, text):
+    (tmp_path / "skilltrain.json").write_text(text)
+
+    with raises("not-a-model"):
+        copy_model(tmp_path, tmp_path / "out")
 
 
 @pytest.mark.parametrize("name", ["out", "out/mine.txt"])

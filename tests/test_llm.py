@@ -319,6 +319,11 @@ def test_error_stops_threads():
     assert sorted([*finished, 5]) == sorted(started)
 
 
+def test_too_many_parallel_requests_are_refused():
+    with raises("invalid-setting"):
+        config_of(concurrency=100_000)
+
+
 def test_requests_keep_to_concurrency(server: LLMServer):
     server.otherwise = lambda request: Reply(delay=0.05)
 

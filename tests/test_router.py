@@ -490,6 +490,15 @@ def test_damaged_router_file_is_refused(folder, text, code):
     assert ids(Router.load(write_router(folder)), "join tables", 1) == ["s1"], "it can be rewritten"
 
 
+def test_next_writer_removes_half_written_pointer(folder):
+    half_written = folder / ".router.json.x7.partial"
+    half_written.write_text("{")
+
+    write_router(folder)
+
+    assert not half_written.exists()
+
+
 def change_model(model):
     """Change a value of the model's configuration."""
     config = json.loads((model / "config.json").read_text())

@@ -227,14 +227,14 @@ def test_computed_labels_are_added_to_the_benchmarks():
             "split": "test",
             "difficulty": "easy",
             "query length": "terse",
-            "description length": "Q2, 25–25 words",
+            "description length": "Q4, 25–25 words",
         },
         "q2": {
             "kind": "single",
             "origin": "llm",
             "split": "test",
             "query length": "long",
-            "description length": "Q1, 10–10 words",
+            "description length": "Q2, 10–10 words",
         },
     }
 

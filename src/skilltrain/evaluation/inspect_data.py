@@ -201,16 +201,10 @@ def page_values(
     filter_drops = {name: drops[stage, name] for stage, name in drops if stage == "filter"}
     all_quotas = (run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas"))
 
-    # Findings of the checks by check and query.
+    # Check every list.
     cluster_rows = _read_rows([*pools, *trail.inputs["clusters"]], CLUSTERS)
     clusters = {row["skill_id"]: row["cluster"] for row in cluster_rows}
-    findings: dict[str, dict[str, set[str]]] = {}
-    for row in rows:
-        text = texts.get(row["query_id"], "")
-        for check, skill_ids in check_list(row, text, skills, clusters).items():
-            findings.setdefault(check, {})[row["query_id"]] = skill_ids
-        if texts and not text:
-            findings.setdefault("no_query_text", {})[row["query_id"]] = set()
+    findings = _check_lists(rows, texts, skills, clusters)
 
     # Show a sample of all lists, and some lists of each check.
     sampled_ids = set(_sample([row["query_id"] for row in rows], max_lists, "lists"))
@@ -292,6 +286,34 @@ def _first_positives(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
 
 def _sample(items: Sequence[Any], count: int, seed: str) -> list[Any]:
     return random.Random(seed).sample(items, min(count, len(items)))
+
+
+def _check_lists(
+    rows: Iterable[Mapping[str, Any]],
+    texts: Mapping[str, str],
+    skills: Mapping[str, Skill],
+    clusters: Mapping[str, int],
+) -> dict[str, dict[str, set[str]]]:
+    """Check all lists.
+
+    Args:
+        rows: Rows of LISTS.
+        texts: Text of each query by its id. Empty: the queries are not known.
+        skills: Skills of the pool by id.
+        clusters: Number of the near-duplicate cluster by skill id.
+
+    Returns:
+        By check and query id, the ids of the skills that break an assumption.
+    """
+    findings: dict[str, dict[str, set[str]]] = {}
+    for row in rows:
+        query_id = row["query_id"]
+        text = texts.get(query_id, "")
+        for check, skill_ids in check_list(row, text, skills, clusters).items():
+            findings.setdefault(check, {})[query_id] = skill_ids
+        if texts and not text:
+            findings.setdefault("no_query_text", {})[query_id] = set()
+    return findings
 
 
 def check_list(

@@ -18,6 +18,7 @@ from skilltrain.files import (
     locked,
     read_json,
     read_local,
+    remove_leftovers,
     staged_folder,
     write_json,
 )
@@ -236,6 +237,7 @@ def write_index(
         SkilltrainError: The pool is empty, an id repeats, `calibration` is of other rankers or
             models, another process is writing, or one has written since `previous` was opened.
     """
+    remove_leftovers(router)
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
         previous = _current_index(router, previous)
