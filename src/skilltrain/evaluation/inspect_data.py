@@ -188,10 +188,7 @@ def page_values(
     skills = {row["skill_id"]: Skill(**row) for row in _read_rows(pools, SKILLS)}
     queries = _read_rows([*trail.inputs["queries"], trail.folder], QUERIES)
     texts = {row["query_id"]: row["text"] for row in queries}
-    if not skills:
-        trail.missing.append("pool: texts of skills are missing (give --pool)")
-    if not texts:
-        trail.missing.append("queries: lists are shown without their query's text")
+    _note_missing_texts(trail, has_skills=bool(skills), has_queries=bool(texts))
 
     # Candidates that the stages kept and dropped. The newest run comes first.
     ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
@@ -227,6 +224,14 @@ def page_values(
         "shown": [row for row in rows if row["query_id"] in sampled_ids],
         "shown_drops": _sample_drops(filter_drops),
     }
+
+
+def _note_missing_texts(trail: Trail, has_skills: bool, has_queries: bool) -> None:
+    """Add the kinds of texts that were not found to `trail.missing`."""
+    if not has_skills:
+        trail.missing.append("pool: texts of skills are missing (give --pool)")
+    if not has_queries:
+        trail.missing.append("queries: lists are shown without their query's text")
 
 
 def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
