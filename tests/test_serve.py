@@ -790,7 +790,7 @@ def test_a_folder_is_known_from_anywhere(claude, tmp_path, monkeypatch):
     counts = succeeds("index", f"out={tmp_path}/relative").out
 
     assert [*descriptions_in(tmp_path / "relative")] == ["tools/weather"]
-    assert "1 skills: 0 new, 0 changed, 0 gone" in counts
+    assert "1 skill: 0 new, 0 changed, 0 gone" in counts
 
 
 def test_a_copied_source_needs_a_new_index(claude, tmp_path):
