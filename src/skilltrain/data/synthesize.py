@@ -144,9 +144,10 @@ class Synthesize(Stage):
         return f"llm:{self.llm.model}"
 
     def run(self, out: Path) -> Summary:
-        """Plan queries, let them be written, and return counts.
+        """Make queries for skills, and write QUERIES, JUDGEMENTS and DROPPED.
 
-        Writes QUERIES, JUDGEMENTS and DROPPED. Every planned query is in QUERIES or in DROPPED.
+        Returns:
+            Counts. Every planned query is either in QUERIES or in DROPPED.
 
         Raises:
             SkilltrainError: No query was made at all.
@@ -154,7 +155,7 @@ class Synthesize(Stage):
         planned, flagged = _plan_queries(self)
         num_skills = len(planned) // self.num_queries_per_skill  # the same number for every skill
 
-        # Write the texts of the planned queries.
+        # Get the texts of the planned queries, from the skills or from a chat model.
         if isinstance(self.llm, OwnTextConfig):
             outcome = _from_own_text(self, planned, out)
         else:

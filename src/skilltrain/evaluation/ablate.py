@@ -243,35 +243,40 @@ def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
 
 
 def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
-    """Check the settings of all evaluations.
+    """Check that all variants can be compared.
 
     Raises:
-        SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`. Or
-            it has other queries or measures in one variant than in another.
+        SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`.
+            A step has different queries or measures in two variants.
     """
-    # What each evaluation scores in its first cell: benchmark, split and measures.
-    scored_by_step: dict[str, Any] = {}
+    # (benchmark, split, measures) of each step, as the first variant has them
+    data_by_step: dict[str, Any] = {}
     for cell in cells:
         for step in cell.evaluations:
             config = cell.runs[step]
             where = f"step '{step}' of variant '{cell.variant}'"
             measures = [str(measure) for measure in config.scored]
-            if config.num_systems != 1:
-                problem = f"an evaluation of an ablation has one system, found {config.num_systems}"
-                fix = "give each system a step or a variant of its own"
-                raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
-            missing = [measure for measure in grid.compare if measure not in measures]
-            if missing:
-                problem = f"measures: {missing[0]}, which `compare` names, is missing"
-                raise SkilltrainError("invalid-ablation", problem, where=where)
+            _check_evaluation(config.num_systems, measures, grid.compare, where)
 
-            # Variants can only be compared if the step scores the same in all of them.
-            scored = (config.benchmark, config.split, measures)
-            scored_by_step.setdefault(step, scored)
-            if scored != scored_by_step[step]:
+            data = (config.benchmark, config.split, measures)
+            if data_by_step.setdefault(step, data) != data:
                 problem = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
                 raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
+
+
+def _check_evaluation(
+    num_systems: int, measures: Sequence[str], compared: Sequence[str], where: str
+) -> None:
+    """Check that an evaluation has one system, and all measures that are compared."""
+    if num_systems != 1:
+        problem = f"an evaluation of an ablation has one system, found {num_systems}"
+        fix = "give each system a step or a variant of its own"
+        raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
+    for measure in compared:
+        if measure not in measures:
+            problem = f"measures: {measure}, which `compare` names, is missing"
+            raise SkilltrainError("invalid-ablation", problem, where=where)
 
 
 def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:

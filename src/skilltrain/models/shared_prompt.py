@@ -103,11 +103,13 @@ class PackedTexts:
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
-        """Arrange texts in a row: the prompt, then the rest of every text, longest first.
+        """Arrange texts that begin with the same prompt in one row of tokens.
+
+        The row has the prompt once, then the rest of each text (its continuation), longest first.
 
         Args:
-            texts: The texts, of which only the lengths are read.
-            num_prompt: Number of tokens of their common prompt.
+            texts: Token ids of the texts. Only their lengths are used.
+            num_prompt: Number of tokens of the common prompt.
             device: Device of all tensors.
         """
         self.num_prompt = num_prompt
@@ -115,12 +117,12 @@ class PackedTexts:
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
         self.was_used = False  # the attention of the model sets it, and `last_hidden` checks it
 
-        # Position ids count from the start of a text, so each continuation starts at `num_prompt`.
+        # Give each token its position in its own text.
         position_ids = [*range(num_prompt)]
-        ends = [0] * len(texts)  # in the order of `texts`
+        ends = [0] * len(texts)  # position in the row of each text's last token
         for index, length in zip(self.order, self.lengths, strict=True):
             position_ids += range(num_prompt, num_prompt + length)
-            ends[index] = len(position_ids) - 1  # the row's last token so far
+            ends[index] = len(position_ids) - 1
         self.position_ids: Int[Tensor, "1 token"] = on_device(torch.tensor([position_ids]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
         self.buckets = self._make_buckets(device)

@@ -154,26 +154,29 @@ class Chooser:
     ) -> Outcome[Ask, Any]:
         """Ask the chat model about the first `keep` candidates of each query.
 
-        A query with too few candidates is not asked about. If the server cannot be reached, or an
-        answer is not usable, the outcome lacks the query, and there is a warning.
+        Returns:
+            The usable answers. Queries with too few candidates are not asked about. A warning says
+            how many queries have no usable answer.
         """
         config = self.config
-        items: list[Ask] = []  # one per query
+        asks: list[Ask] = []  # one per query
         for query in queries:
             skills = [self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep]]
             if len(skills) >= config.min_candidates:
-                items.append(config.make_ask(query, skills))
-        questions = questions_of(config, llm, config.prompt, items)
-        if items:
-            estimate_cost(questions)  # prints the cost
+                asks.append(config.make_ask(query, skills))
 
+        questions = questions_of(config, llm, config.prompt, asks)
+        if asks:
+            estimate_cost(questions)  # prints the cost
         outcome = ask_all(questions, drop_if_down=True)
+
         self.counts = outcome.counts()
-        if outcome.dropped:
-            unusable = self.counts["unusable"]
-            reasons = ", ".join(f"{count} {kind}" for kind, count in unusable.items())
-            share = f"{len(outcome.dropped)} of {len(items)}"
-            say(f"{questions.description}: no usable answer for {share}: {reasons}")
+        num_unusable = len(outcome.dropped)
+        if num_unusable:
+            reasons = self.counts["unusable"].items()
+            details = ", ".join(f"{count} {reason}" for reason, count in reasons)
+            share = f"{num_unusable} of {len(asks)}"
+            say(f"{questions.description}: no usable answer for {share}: {details}")
         return outcome
 
 

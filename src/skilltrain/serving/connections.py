@@ -15,6 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from skilltrain.terminal import say
 from skilltrain.texts import one_line
 
+# asyncio accepts up to `backlog` connections before LimitedProtocol can close those above the limit.
+# A quarter of the limit keeps this overshoot small.
+_BACKLOG_SHARE = 4
 _MAX_WAITING_SECONDS = 20  # for a request to arrive, and for a client to go on reading a response
 _MAX_CONNECTIONS = 1000
 _TICKS_PER_SECOND = 10  # of uvicorn's main loop
@@ -129,9 +132,7 @@ def new_http_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         log_level="error",  # mistakes of clients are not logged
         limit_concurrency=limit,
-        # asyncio accepts up to `backlog` connections in one go. Only then can LimitedProtocol close
-        # those above the limit, so for a moment a quarter more than the limit may be open.
-        backlog=limit // 4,
+        backlog=limit // _BACKLOG_SHARE,
         timeout_graceful_shutdown=_MAX_WAITING_SECONDS,  # for clients that still read a response
     )
     return LimitedServer(config)

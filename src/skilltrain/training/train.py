@@ -472,7 +472,11 @@ def _check_contamination(
 def _find_contaminations(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet
 ) -> list[Dropped]:
-    """Find queries and positives of the lists that resemble those of a benchmark, list by list."""
+    """Find training queries and positive skills that resemble a query or gold skill of a benchmark.
+
+    Returns:
+        A row of DROPPED for each resemblance, in the order of the training lists.
+    """
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
 
     @cache  # a skill may be in many lists

@@ -156,14 +156,13 @@ def write_gradients(gradients: Sequence[PartOfGradient], config: Train, num_batc
 
 
 def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
-    """Measure the gradient of an encoder's loss for one batch.
+    """Measure how much each kind of candidate contributes to the gradient of an encoder's loss.
 
-    The gradient is split by kind of candidate: one part for each verdict, and one for all in-batch
-    negatives. A part is the gradient through the scores of these candidates. It is measured at the
-    scores, the query vectors and the skill vectors.
+    The kinds are the verdicts of the training lists, and the in-batch negatives.
 
     Yields:
-        Each part with its statistics.
+        Statistics of each kind's gradient: first of the scores, then of the query vectors, then of
+        the skill vectors.
     """
     # Encode the queries and the distinct skills of the batch.
     skill_ids = sorted(set(chain.from_iterable(each.skill_ids for each in batch)))
@@ -174,8 +173,8 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
     queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
     skills = vectors[len(batch) :].clone().requires_grad_()  # [skill, dim]
 
-    # Compute the gradient of the whole loss. There is one process, so its lists and queries are
-    # also those of all processes.
+    # Compute the gradient of the whole loss. The analysis runs in one process, so the local lists
+    # are all lists.
     scored = encoder_scores(
         local_lists=batch,
         batch=batch,

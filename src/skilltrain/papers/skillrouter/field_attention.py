@@ -33,11 +33,14 @@ def field_attention(
         model_name: Name of the reranker in a report.
 
     Returns:
-        `layers`: share by field, for each layer. `groups`: means of the first quarter of layers,
-        the middle half and the last quarter (layers 0-6, 7-20 and 21-27 of 28, as in SkillRouter).
-        `overall`: mean of all layers. `tokens`: share of the tokens by field, which uniform
-        attention would give. `pairs`: `overall`, `tokens` and the number of tokens cut away, for
-        each pair.
+        A dict of averages over all pairs. A share is a number by field.
+
+        - `model`: name of the reranker.
+        - `layers`: share of attention in each layer.
+        - `groups`: share in the first quarter of the layers, the middle half and the last quarter.
+        - `overall`: share averaged over all layers.
+        - `tokens`: share of the skill's tokens. Uniform attention would give the same share.
+        - `pairs`: a dict for each pair, with `overall`, `tokens` and the number of tokens cut away.
 
     Raises:
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
