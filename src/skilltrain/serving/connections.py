@@ -15,8 +15,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from skilltrain.terminal import say
 from skilltrain.texts import one_line
 
-# asyncio accepts up to `backlog` connections before LimitedProtocol can close those above the limit.
-# A quarter of the limit keeps this overshoot small.
+# asyncio accepts up to `backlog` connections before LimitedProtocol can close those above the
+# limit. A quarter of the limit keeps this overshoot small.
 _BACKLOG_SHARE = 4
 _MAX_WAITING_SECONDS = 20  # for a request to arrive, and for a client to go on reading a response
 _MAX_CONNECTIONS = 1000
