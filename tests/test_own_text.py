@@ -19,7 +19,7 @@ This skill renames scanned invoices after their suppliers.
 
 ## When to use
 - User wants to sort **scanned invoices** by supplier and month
-- Questions such as "Which supplier overcharged us last quarter?"
+- Questions such as "Which supplier overcharged us last quarter?" or "Is this a bill?"
 - Spreadsheets, monthly closings
 ## Features
 - Match invoices with purchase orders automatically
@@ -60,7 +60,7 @@ def requests(text: str, name: str = "some-name", **settings: bool) -> list[str]:
         ("Automatically turn your notes into slides 📊", "Turn my notes into slides"),
         ("Monitors checks and notifies a team of faults", "Monitor checks and notify a team"),
         ("该工具能够创建带有公司标识的发票。", "创建带有公司标识的发票"),
-        ("当用户需要查询股票的历史价格时使用。", "查询股票的历史价格"),
+        ("当用户需要查询股票去年的历史价格时使用。", "查询股票去年的历史价格"),
     ],
 )
 def test_clause_becomes_imperative_request(text: str, request_text: str):
