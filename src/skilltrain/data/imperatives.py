@@ -115,17 +115,17 @@ def passages_of(text: str, name: str, is_about_use: bool = False) -> Iterator[Pa
             continue
         expects_gerund = is_about_use or pattern("about_use").match(sentence) is not None
         for part in pattern("part_end").split(sentence):
-            passage = Passage(part, _request_of(part, name, expects_gerund))
-            first_word = passage.request.partition(" ")[0]
+            request = _request_of(part, name, expects_gerund)
+            first_word = request.partition(" ")[0]
             # A list of imperatives is one request: "Read the log of a run and list its faults".
             is_imperative = first_word != "" and part.lstrip(" -*•").startswith(first_word)
-            passages = [passage]
-            if not is_imperative or num_words(passage.request) > MAX_WORDS:
+            clauses = [part]
+            if not is_imperative or num_words(request) > MAX_WORDS:
                 clauses = pattern("clause_end").split(part)[::2]  # without the separators
-                passages = [Passage(c, _request_of(c, name, expects_gerund)) for c in clauses]
-            for passage in passages:
-                if MIN_WORDS <= num_words(passage.request) <= MAX_WORDS:
-                    yield passage
+            for clause in clauses:
+                request = _request_of(clause, name, expects_gerund)
+                if MIN_WORDS <= num_words(request) <= MAX_WORDS:
+                    yield Passage(clause, request)
 
 
 def sentences_of(text: str) -> list[str]:
