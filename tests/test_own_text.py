@@ -19,7 +19,7 @@ This skill renames scanned invoices after their suppliers.
 
 ## When to use
 - User wants to sort **scanned invoices** by supplier and month
-- Questions such as "Which supplier overcharged us last quarter?"
+- Questions such as "Which supplier overcharged us last quarter?" or "Is this a bill?"
 - Spreadsheets, monthly closings
 ## Features
 - Match invoices with purchase orders automatically
@@ -52,15 +52,15 @@ def requests(text: str, name: str = "some-name", **settings: bool) -> list[str]:
     [
         ("Extract tables from PDF files.", "Extract tables from PDF files"),
         ("This skill extracts tables from PDF files.", "Extract tables from PDF files"),
-        ("Helps you to extract tables from files.", "Extract tables from files"),
+        ("Helps you to extract tables from old files.", "Extract tables from old files"),
         ("Use when the user asks to merge many PDF files.", "Merge many PDF files"),
         ("Use this skill when merging large PDF files (any size).", "Merge large PDF files"),
-        ("Use for stopping jobs, or when planning a big trip.", "Plan a big trip"),
-        ("Analyzes the user's invoices and finds wrong sums.", "Analyze my invoices"),
+        ("Use for stopping jobs, or when planning a trip by train.", "Plan a trip by train"),
+        ("Analyzes the user's invoices for wrong sums.", "Analyze my invoices for wrong sums"),
         ("Automatically turn your notes into slides 📊", "Turn my notes into slides"),
         ("Monitors checks and notifies a team of faults", "Monitor checks and notify a team"),
         ("该工具能够创建带有公司标识的发票。", "创建带有公司标识的发票"),
-        ("当用户需要查询股票的历史价格时使用。", "查询股票的历史价格"),
+        ("当用户需要查询股票去年的历史价格时使用。", "查询股票去年的历史价格"),
     ],
 )
 def test_clause_becomes_imperative_request(text: str, request_text: str):
@@ -92,6 +92,38 @@ def test_fragment_makes_no_request(text: str):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "Create, search, and organize notes",  # lists of capabilities
+        "Search old chats, and list all messages",
+        "管理群组会议、屏幕共享",
+        "Monitor performance and manage AI agents",  # two tasks
+        "View guides and documentation",  # nothing specific
+        "Filter recipes by tags",
+        "监控各项成长指标",
+        "Get variety with many rotating prompts",  # verbs that say little
+        "Take any action on my account",
+    ],
+)
+def test_vague_text_makes_no_request(text: str):
+    assert requests(text) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "Find open invoices of one client",  # a preposition
+        "Convert a CHANGELOG.md file",  # a name
+        "Find unused and outdated packages quickly",  # six words
+        "Merge all the invoices, receipts, and orders of one year into one PDF file",
+        "Read the log of a failed run and list its faults",
+    ],
+)
+def test_specific_text_makes_request(text: str):
+    assert requests(text) == [text]
+
+
+@pytest.mark.parametrize(
     ("text", "expected"),
     [
         ("Creating new slides for a talk", ["Create new slides for a talk"]),
@@ -106,9 +138,10 @@ def test_gerund_counts_only_where_use_is_described(text: str, expected: list[str
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("Manage incidents and on-call schedules via PagerDuty API.", 5),
+        ("Manage incidents of a whole team via PagerDuty API.", 6),
+        ("Manage incidents and schedules via PagerDuty API.", 0),  # nothing specific is left
         ("PagerDuty lists all open incidents of a team.", 7),
-        ("List all PagerDuty incidents of a team.", 6),
+        ("List all PagerDuty incidents of a team.", 0),
         ("Connect the phone to PagerDuty-bots of a team.", 0),
     ],
 )
@@ -152,6 +185,15 @@ def test_description_keeps_saying_what_skill_does():
     queries, remainder = own_queries(skill, 2, 0)
 
     assert (queries, remainder) == ([], skill)
+
+
+def test_any_verb_says_what_skill_is_for():
+    description = "List prices of old stamps by country. Returns the average of ten auctions."
+
+    queries, remainder = own_queries(Skill("s1", "philately", description, ""), 1, 0)
+
+    assert len(queries) == 1
+    assert remainder.description == "Returns the average of ten auctions."
 
 
 def test_repeats_of_passage_are_removed():

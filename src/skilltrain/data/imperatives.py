@@ -6,7 +6,7 @@ Chinese make no request.
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple
@@ -117,38 +117,15 @@ def passages_of(text: str, name: str, is_about_use: bool = False) -> Iterator[Pa
         for part in pattern("part_end").split(sentence):
             request = _request_of(part, name, expects_gerund)
             first_word = request.partition(" ")[0]
-            # A list of imperatives is one request: "List events and cancel meetings".
+            # A list of imperatives is one request: "Read the log of a run and list its faults".
             is_imperative = first_word != "" and part.lstrip(" -*•").startswith(first_word)
-            if is_imperative and num_words(request) <= MAX_WORDS:
-                passages: Iterable[Passage] = [Passage(part, request)]
-            else:
-                passages = _clause_passages(part, name, expects_gerund)
-            for passage in passages:
-                if MIN_WORDS <= num_words(passage.request) <= MAX_WORDS:
-                    yield passage
-
-
-def _clause_passages(part: str, name: str, expects_gerund: bool) -> Iterator[Passage]:
-    """Yield the requests of the clauses in a part of a sentence.
-
-    A request that is too short is joined with the next one: "Upload files and search messages".
-    """
-    previous = Passage("", "")
-    separator = ""
-    # The odd pieces are the separators of the clauses.
-    for number, piece in enumerate(pattern("clause_end").split(part)):
-        if number % 2 == 1:
-            separator = piece
-            continue
-        clause = Passage(piece, _request_of(piece, name, expects_gerund))
-        if clause.request and previous.request and num_words(previous.request) < MIN_WORDS:
-            conjunction = separator if separator[0] in "，、" else " and "
-            second = clause.request[0].lower() + clause.request[1:]
-            text = previous.text + separator + piece
-            clause = Passage(text, previous.request + conjunction + second)
-        if clause.request:
-            yield clause
-        previous = clause
+            clauses = [part]
+            if not is_imperative or num_words(request) > MAX_WORDS:
+                clauses = pattern("clause_end").split(part)[::2]  # without the separators
+            for clause in clauses:
+                request = _request_of(clause, name, expects_gerund)
+                if MIN_WORDS <= num_words(request) <= MAX_WORDS:
+                    yield Passage(clause, request)
 
 
 def sentences_of(text: str) -> list[str]:
@@ -173,7 +150,7 @@ def says_task(clause: str, name: str) -> bool:
     if pattern("order").search(clause):
         return False
     text = _without_lead(clause, name)
-    return any(_as_imperative(text, is_about_use) for is_about_use in (True, False))
+    return any(pattern(head).match(text) for head in ("head", "chinese_head"))
 
 
 def _request_of(clause: str, name: str, expects_gerund: bool) -> str:
@@ -194,8 +171,8 @@ def _request_of(clause: str, name: str, expects_gerund: bool) -> str:
 def _without_lead(clause: str, name: str) -> str:
     """Return a clause on one line, without markup, its lead, and the name of its skill.
 
-    The name is removed with its preposition ("in Slack"), before a noun ("Slack messages") and as a
-    subject ("Slack sends messages"). Elsewhere a mark replaces it.
+    The name is removed with its preposition ("in Slack") and as a subject ("Slack sends messages").
+    Elsewhere a mark replaces it.
     """
     text = one_line(clause)
     for regex, replacement in _replacements("markup"):
@@ -204,7 +181,7 @@ def _without_lead(clause: str, name: str) -> str:
         text = pattern("name_phrase").sub("", without_name(text, name, _NAME))
     for lead in _patterns("leads"):
         text = lead.sub("", text)
-    return pattern("name_before_noun").sub("", text)
+    return text
 
 
 def _as_imperative(text: str, expects_gerund: bool) -> str:

@@ -31,7 +31,7 @@ from skilltrain.texts import num_words, one_line, words_of
 Kind = Literal["quote", "use", "description", "feature"]
 
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
-_MIN_CLEAR_WORDS = 8  # of a request that is seldom vague
+_MIN_CLEAR_WORDS = 6  # of a feature that is seldom vague
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -148,14 +148,13 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
 def _is_clear(request: str, kind: Kind, skill: Skill) -> bool:
     """Return whether a request from the body can be understood alone.
 
-    Short requests are often too vague. They must share words, besides the verb, with the name or
-    the description: one word in a "when to use" section, and two words elsewhere.
+    It must share words, besides the verb, with the name or the description: one word in a "when to
+    use" section or in a longer request, and otherwise two words.
     """
-    if kind == "use" and num_words(request) >= _MIN_CLEAR_WORDS:
-        return True
     long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
     num_shared = len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
-    return num_shared >= (1 if kind == "use" else 2)
+    is_vague = kind != "use" and num_words(request) < _MIN_CLEAR_WORDS
+    return num_shared >= (2 if is_vague else 1)
 
 
 def _quotations(text: str, name: str) -> Iterator[Passage]:
