@@ -24,11 +24,11 @@ from skilltrain.serving.answer import Calibrator, Logistic, Trace
 from skilltrain.serving.calibrate import (
     GENERAL_REQUESTS,
     assign_folds,
-    balance,
     bound,
     calibration_error,
     fit_logistic,
     fit_out_of_fold,
+    limit_refusals,
     risk_coverage,
 )
 from skilltrain.serving.router import Router
@@ -125,28 +125,27 @@ def test_fit_follows_frequencies():
     assert function.probabilities(rows[[0, -1]]) == pytest.approx([0.25, 0.75], abs=0.03)
 
 
-def test_threshold_balances_both_errors():
-    served = np.array([0.3, 0.6, 0.7, 0.8, 0.9])
-    hidden = np.array([0.1, 0.2, 0.4, 0.5, 0.75])
-    general = np.array([0.0, 0.05])
-
-    threshold = balance(served, [hidden, general])
-
-    # It refuses 1/5 of the served, and answers 2/5 of the hidden and no general request. A lower
-    # one would answer 3/5 of the hidden, and a higher one would not refuse less.
-    assert threshold == pytest.approx(0.45)
+SERVED = np.arange(21) / 20  # 0, .05, .1 up to 1
 
 
-def test_threshold_lies_between_separable_requests():
-    threshold = balance(np.array([0.8, 0.9]), [np.array([0.1, 0.2])])
+def test_refusals_are_limited():
+    threshold = limit_refusals(SERVED, np.zeros(10), max_refused=0.05)
 
-    assert threshold == pytest.approx(0.5)
+    assert threshold == 0.05  # refuses one of 21
 
 
-def test_threshold_refuses_something():
-    threshold = balance(np.array([0.1, 0.2]), [np.array([0.8, 0.9])])
+def test_general_requests_raise_the_threshold():
+    general = np.array([0.0, 0.0, 0.0, 0.08, 0.1])
 
-    assert threshold > 0.1
+    threshold = limit_refusals(SERVED, general, max_refused=0.05)
+
+    assert threshold == 0.1  # answers one of five; .08 would answer two
+
+
+def test_refusals_are_limited_for_answered_general_requests():
+    threshold = limit_refusals(SERVED, np.ones(10), max_refused=0.05)
+
+    assert threshold == pytest.approx(0.15)  # refuses three of 21
 
 
 def test_general_requests_are_distinct():
@@ -234,7 +233,7 @@ def folders(library, tmp_path_factory):
     succeeds("queries", f"files={folder}/queries/all.jsonl", pool, f"out={folder}/requests")
     succeeds("clusters", pool, f"out={folder}/clusters")
     succeeds("index", pool, f"rankers={RANKERS}", f"out={folder}/router")
-    rows = [{"query": text} for text in ("walk my dog at noon", "what is love")]
+    rows = [{"query": text} for text in ("walk my dog at noon", "merge two lanes")]
     (folder / "unserved.jsonl").write_text(jsonl(*rows))
     return folder
 
@@ -320,6 +319,17 @@ def test_passages_of_queries_are_masked(folders, tmp_path):
     masked_summary = json.loads(outcome.out)
     plain = json.loads(succeeds(*calibrate(folders, tmp_path / "plain"), "--json").out)
     assert masked_summary["right"] != plain["right"]
+
+
+def test_fewer_passages_than_requests_are_refused(folders, tmp_path):
+    """Passages are easier, so a threshold that refuses as many would refuse too many requests."""
+    succeeds(*calibrate(folders, tmp_path / "requests"))
+    succeeds(*calibrate(folders, tmp_path / "passages", f"masked_pool={folders}/pool"))
+
+    requests = json.loads((tmp_path / "requests" / "calibration.json").read_text())
+    passages = json.loads((tmp_path / "passages" / "calibration.json").read_text())
+    assert passages["calibrator"]["fits"] == requests["calibrator"]["fits"]
+    assert passages["calibrator"]["threshold"] < requests["calibrator"]["threshold"]
 
 
 def test_router_with_other_skills_leaves_the_first_alone(router):

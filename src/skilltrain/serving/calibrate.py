@@ -35,9 +35,11 @@ from skilltrain.terminal import say, track
 GENERAL_REQUESTS = Path(__file__).with_name("general_requests.jsonl")
 """Requests that hardly any skill serves, which come with the package."""
 _ADVISED_QUERIES = 100  # with fewer, a share of .15 has an interval of more than ±.07
-# The threshold balances two errors, in the proportion of these shares.
-_MAX_REFUSED = 0.15  # of requests that some skill serves
-_MAX_FALSELY_ANSWERED = 0.2  # of requests that no skill serves
+_MAX_REFUSED = 0.15  # of requests that some skill serves: a wrong refusal is the worse error
+# Passages of skills may be easier than requests of users. With 176 skills, thresholds that refused
+# .05, .10 and .15 of the passages refused .13, .31 and .41 of 300 requests.
+_MAX_REFUSED_PASSAGES = 0.05
+_MAX_GENERAL_ANSWERED = 0.2  # of general requests
 _MAX_RANK = 3  # weights are fitted to these skills; lower ranks are hardly ever right
 _L2 = 1e-2  # keeps weights finite if they can separate right answers from wrong ones
 _NUM_BINS = 10
@@ -81,8 +83,8 @@ class Calibrate(Stage):
         default=None,
         gt=0,
         lt=1,
-        description="share of served tasks to answer: sets the threshold; null balances tasks "
-        "that are wrongly refused and wrongly answered",
+        description="share of served tasks to answer: sets the threshold; null refuses at most "
+        f"{_MAX_REFUSED} of them, or {_MAX_REFUSED_PASSAGES} with `masked_pool`",
     )
     contained: float = Field(
         default=0.9,
@@ -276,11 +278,10 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
     kinds = np.array([case.kind for case in cases])  # [case]
     confidence = np.array([calibrator.fit_probability(case.trace) for case in cases])  # [case]
     is_served = kinds == "served"
-    is_hidden = kinds == "hidden"
     if config.answered is None:
-        is_found = np.array([case.is_found for case in cases])
-        unserved = [confidence[is_hidden], confidence[~is_served & ~is_hidden]]
-        threshold = balance(confidence[is_found], unserved)
+        is_general = ~is_served & (kinds != "hidden")
+        max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else _MAX_REFUSED
+        threshold = limit_refusals(confidence[is_served], confidence[is_general], max_refused)
     else:
         threshold = bound(confidence[is_served], config.answered)
 
@@ -293,29 +294,20 @@ def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate
     return calibrator.model_copy(update={"threshold": threshold, "miss": miss})
 
 
-def balance(served: np.ndarray, unserved: Sequence[np.ndarray]) -> float:
-    """Return the threshold that balances requests wrongly refused and wrongly answered.
+def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) -> float:
+    """Return the highest threshold that refuses at most `max_refused` of the served requests.
 
-    Of the two shares, each divided by the largest share that is acceptable, the larger one is as
-    small as possible.
+    If it answers too many general requests, it is raised until it does not, or until it refuses
+    `_MAX_REFUSED` of the served requests.
 
     Args:
         served: [request] Confidence for requests that some skill serves.
-        unserved: Confidence for requests that no skill serves: an array for each kind. All kinds
-            count alike, however many requests they have.
+        general: [request] Confidence for general requests.
+        max_refused: Share of the served requests.
     """
-    values = np.unique(np.concatenate([served, *unserved]))  # ascending
-    if len(values) == 1:
-        return float(values[0])
-
-    thresholds = (values[1:] + values[:-1]) / 2  # between two neighbouring values
-    losses: list[float] = []
-    for threshold in thresholds:
-        refused = np.mean(served < threshold)
-        falsely_answered = np.mean([np.mean(values >= threshold) for values in unserved])
-        loss = max(refused / _MAX_REFUSED, falsely_answered / _MAX_FALSELY_ANSWERED)
-        losses.append(float(loss))
-    return float(thresholds[np.argmin(losses)])
+    thresholds = np.quantile(served, [max_refused, _MAX_REFUSED], method="lower")
+    general_threshold = np.quantile(general, 1 - _MAX_GENERAL_ANSWERED, method="higher")
+    return float(np.clip(general_threshold, *thresholds))
 
 
 def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
