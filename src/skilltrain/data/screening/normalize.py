@@ -79,6 +79,16 @@ class NormalizedText:
     kind: str
     skill: Skill | None
     _starts_by_regex: dict[str, list[int]] = dataclasses.field(default_factory=dict, repr=False)
+    _presence_by_anchor: dict[str, bool] = dataclasses.field(default_factory=dict, repr=False)
+
+    def has_anchor(self, anchor: str) -> bool:
+        """Return whether `anchor` occurs in the normalised text.
+
+        Many checks share an anchor, so each anchor is searched only once.
+        """
+        if anchor not in self._presence_by_anchor:
+            self._presence_by_anchor[anchor] = anchor in self.normalized
+        return self._presence_by_anchor[anchor]
 
     def has_match_between(self, regex: str, start: int, end: int) -> bool:
         """Return whether a match of `regex` begins in `normalized[start:end]`.
@@ -111,8 +121,9 @@ class NormalizedText:
     def is_quoted(self, start: int) -> bool:
         """Return whether the phrase at `start` is quoted, and so not an order of the skill itself.
 
-        A phrase is quoted if it is in quotation marks or code, if it follows words such as
-        "such as", or if it is the title of a list in a skill about security. So a skill that warns
+        A phrase is quoted if it is in quotation marks or code, or if it follows words such as
+        "such as". In a skill about security, block quotations and titles of lists are quoted too.
+        So a skill that warns
         of an attack is not taken for an attack. An attacker can put the order in quotation marks,
         but then many models do not follow the order either.
         """
@@ -130,6 +141,8 @@ class NormalizedText:
             return True
         if not self.is_about_security:
             return False
+        if line.lstrip().startswith(">"):
+            return True  # a block quotation of Markdown
         is_line_start = not line.strip(" *_-#")
         return is_line_start and _LIST_TITLE.match(self.normalized, start) is not None
 

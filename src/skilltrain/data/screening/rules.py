@@ -93,7 +93,7 @@ class Check(Config, validate_default=False):
 
     def find_spans(self, text: NormalizedText) -> Spans:
         """Yield the spans of all findings in the original text. They may overlap."""
-        anchors = [anchor for anchor in self.anchors if anchor in text.normalized]
+        anchors = [anchor for anchor in self.anchors if text.has_anchor(anchor)]
         if self.anchors and not anchors:
             return
         spans = self.custom(text) if self.custom else self._find_matches(text, anchors)
