@@ -17,7 +17,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
 from skilltrain.records import Query, Ranking
 from skilltrain.runs import run_stage
-from skilltrain.serving.fit import QUOTAS, FitConfig, list_steps, run_fit
+from skilltrain.serving.fit import QUOTAS, FitConfig, run_fit, training_list_recipes
 from skilltrain.stage import Stage, TrainingStage, parse_recipe
 
 if TYPE_CHECKING:
@@ -64,8 +64,9 @@ def build_lists(
         run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": queries})
 
     model = {"source": encoder, "cache": out / "vectors"}
-    steps = list_steps({"pool": pool, "queries": queries}, model, out, quotas, seed=0)
-    for step, recipe in steps.items():
+    inputs = {"pool": pool, "queries": queries}
+    recipes = training_list_recipes(inputs, model, out, quotas, seed=0)
+    for step, recipe in recipes.items():
         run({"out": out / step} | recipe)
     return out / "encoder_lists"
 
@@ -142,8 +143,8 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
     """
     out = path_of(out, "out")
     is_list = isinstance(queries, list | tuple)
-    are_files = is_list and all(isinstance(item, Path | str) for item in queries)
-    if not are_files:  # one file, or a table
+    is_list_of_files = is_list and all(isinstance(item, Path | str) for item in queries)
+    if not is_list_of_files:
         queries = [_file_of(queries, "queries", out)]
     skills = _file_of(skills, "skills", out)
     values = {"skills": skills, "out": out, "queries": queries, **settings}

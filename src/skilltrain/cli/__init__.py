@@ -69,16 +69,23 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
         if code == _INTERRUPTED:  # typer returns it for Ctrl-C
             raise KeyboardInterrupt
     except (KeyboardInterrupt, Exception) as raised:
-        error = raised
-        # typer turns the EOFError of a damaged file into an Abort, like Ctrl-C.
-        if isinstance(raised, typer.Abort) and isinstance(raised.__cause__, EOFError):
-            error = raised.__cause__
+        error = _original_error(raised)
         is_expected = isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort)
         if "--debug" in words and not is_expected:
             raise
         code = _exit_code(error)
         print_line(f"error: {one_line(_message(error))}", style="bold red")
     _exit(code)
+
+
+def _original_error(raised: BaseException) -> BaseException:
+    """Return the EOFError that typer has replaced by Abort, or else the raised error itself.
+
+    typer raises Abort for Ctrl-C, but also for an EOFError, which means that a file is damaged.
+    """
+    if isinstance(raised, typer.Abort) and isinstance(raised.__cause__, EOFError):
+        return raised.__cause__
+    return raised
 
 
 def _exit_code(error: BaseException) -> int:

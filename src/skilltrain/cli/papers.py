@@ -59,7 +59,10 @@ def gradients(
 def agents(
     trials: Annotated[
         Path,
-        typer.Argument(help="JSON Lines with condition, task, trial, passed; used, retrieved, …"),
+        typer.Argument(
+            help="JSON Lines with condition, task, trial, passed; "
+            "optional: used, retrieved, steps, cost"
+        ),
     ],
     benchmark: Annotated[
         Path | None,

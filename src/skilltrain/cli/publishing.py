@@ -10,10 +10,10 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.texts import visible
 
-AsForm = Annotated[
+ModelForm = Annotated[
     Form | None,
     typer.Option(
-        "--form", help="special form of the folder, for vLLM, late interaction or a runtime"
+        "--form", help="form in which the model is saved, for vLLM, late interaction or a runtime"
     ),
 ]
 Reports = Annotated[
@@ -41,7 +41,7 @@ def export(
     adapter: Annotated[
         bool, typer.Option("--adapter", help="write only the adapter (LoRA), for peft")
     ] = False,
-    form: AsForm = None,
+    model_form: ModelForm = None,
     reports: Reports = None,
     repo: Annotated[
         str | None, typer.Option(help="OWNER/NAME on the Hub, for the code in the model card")
@@ -59,7 +59,7 @@ def export(
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run
 
-    if adapter and (form or reports or repo or license_id or base_model):
+    if adapter and (model_form or reports or repo or license_id or base_model):
         raise SkilltrainError(
             "conflicting-settings",
             "an adapter is written as it is, without a card",
@@ -67,7 +67,7 @@ def export(
             fix="give only --checkpoint and --out",
         )
     published = Published(repo, license_id, reports or (), base_model)
-    summary = quietly(export_run, run, out, checkpoint, published, form, adapter)
+    summary = quietly(export_run, run, out, checkpoint, published, model_form, adapter)
     conclude(summary, [f"{out}: {summary['checkpoint'] or 'the model'} of {run}"], as_json)
 
 
@@ -86,7 +86,7 @@ def push(
         bool,
         typer.Option("--into-existing", help="replace a repository that holds only a README.md"),
     ] = False,
-    form: AsForm = None,
+    model_form: ModelForm = None,
     reports: Reports = None,
     license_id: License = None,
     base_model: BaseModel = None,
@@ -105,7 +105,7 @@ def push(
     from skilltrain.training.export_run import push_model
 
     published = Published(repo, license_id, reports or (), base_model)
-    summary = quietly(push_model, run, published, form, public, into_existing, is_dry_run)
+    summary = quietly(push_model, run, published, model_form, public, into_existing, is_dry_run)
     if is_dry_run and not as_json:
         typer.echo(visible(summary["card"]))
     lines = [f"{name}: {size:,} bytes" for name, size in summary["files"].items()]

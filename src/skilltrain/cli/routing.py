@@ -98,9 +98,9 @@ def fit(
 ) -> None:
     """Make a router from a folder of skills.
 
-    A router without training answers first, for 500 skills after about a minute. Then an encoder is
-    trained, and used if it is better on held-out queries. The same command continues a stopped run.
-    OUT/recipes has all recipes.
+    First, an untrained router is made, which takes about a minute for 500 skills. Then an encoder
+    is trained. It is used if it is better on held-out queries. The same command continues a stopped
+    run. The recipes of all steps are in OUT/recipes.
 
     Example: skilltrain fit my_skills --out runs/router
     """
@@ -151,7 +151,7 @@ def route(
     allow_server: AllowServer = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find the skills for a task, or say that none fits. Skills that screening flags are marked.
+    """Find the skills for a task, or say that none fits. Skills flagged by screening are marked.
 
     Example: skilltrain route "merge these PDFs and stamp page numbers" --router runs/router
 
@@ -230,7 +230,7 @@ def serve(
     allow_server: AllowServer = None,
     flagged: Annotated[
         Literal["mark", "withhold"],
-        typer.Option(help="what to do with skills that screening flags"),
+        typer.Option(help="what to do with skills flagged by the screening"),
     ] = "mark",
     log: Annotated[
         Path | None,
@@ -272,8 +272,9 @@ def serve(
         for folder in watched_folders:
             words += ["--watch", str(folder)]
         say(f"for an agent to start: claude mcp add skilltrain -- {join(words)}")
-        serve_stdio(Service(opened_router, flagged, route_log, True), watched_folders)
+        service = Service(opened_router, flagged, route_log, shows_folders=True)
+        serve_stdio(service, watched_folders)
     else:
         access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
-        service = Service(opened_router, flagged, route_log, access.is_local)
+        service = Service(opened_router, flagged, route_log, shows_folders=access.is_local)
         serve_http(service, watched_folders, host, port, access)

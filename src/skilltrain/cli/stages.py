@@ -3,7 +3,7 @@
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich import box
@@ -41,6 +41,9 @@ from skilltrain.stage import (
 )
 from skilltrain.terminal import console, print_line
 from skilltrain.texts import printable
+
+if TYPE_CHECKING:
+    import pyarrow as pa
 
 _MAX_CELL_CHARS = 1000  # of a value that is shown; enough for every reason
 _MIN_COLUMN_CHARS = 16  # of a column of a table that is easy to read
@@ -179,7 +182,8 @@ def recipes(
         own_folder = Path("recipes")
         folder = own_folder if own_folder.is_dir() else PACKAGED_RECIPES
     for recipe in list_recipes(folder):
-        if stage in (None, recipe.facts[0]):
+        recipe_stage = recipe.facts[0]
+        if stage is None or stage == recipe_stage:
             typer.echo(f"{recipe.path}  {'  '.join(recipe.facts)}\n    {recipe.about}")
 
 
@@ -195,7 +199,8 @@ def inspect_lists(
         Path | None, typer.Option(help="the pool, if it has moved since the lists were made")
     ] = None,
     max_lists: Annotated[
-        int, typer.Option(min=1, help="number of lists to show; of more lists, a sample is shown")
+        int,
+        typer.Option(min=1, help="largest number of lists to show; if there are more, a sample"),
     ] = 200,
     as_json: AsJson = False,
 ) -> None:
@@ -223,10 +228,30 @@ def show_table(
         bool, typer.Option("--json", help="print all matching rows, one JSON object per line")
     ] = False,
 ) -> None:
-    """Show the first rows of a table, or those with certain values.
+    """Show the first rows of a table, or the first rows that have certain values.
 
     Example: skilltrain show runs/pool/dropped.parquet filter=duplicate
     """
+    table = _read_parquet(file)
+    value_by_column = _read_filters(where)
+    matching = _matching_rows(table, value_by_column, file)
+
+    if as_json:
+        for row in matching:
+            typer.echo(json.dumps(row, default=str))
+        return
+    print_line(f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns")
+    if matching:
+        _print_rows(matching[:rows])
+
+
+def _read_filters(arguments: Sequence[str] | None) -> dict[str, str]:
+    """Return the value that rows must have, by column, from arguments `column=value`."""
+    return dict(argument.split("=", 1) for argument in read_overrides(arguments))
+
+
+def _read_parquet(file: Path) -> "pa.Table":
+    """Read a parquet file. Raises SkilltrainError if the file is missing or cannot be read."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -235,14 +260,27 @@ def show_table(
         fix = f"its tables: {tables}" if file.is_dir() else ""
         raise SkilltrainError("not-found", "no such file", where=file, fix=fix)
     try:
-        table = pq.read_table(file)
+        return pq.read_table(file)
     except (pa.ArrowException, OSError) as error:
         raise SkilltrainError(
             "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=file
         ) from error
 
-    # Select the rows with the given values.
-    value_by_column = dict(item.split("=", 1) for item in read_overrides(where))
+
+def _matching_rows(
+    table: "pa.Table", value_by_column: dict[str, str], file: Path
+) -> list[dict[str, Any]]:
+    """Return the rows of a table that have a given value in each given column.
+
+    In a column of lists, the value must be in the row's list.
+
+    Args:
+        table: The table.
+        value_by_column: Value of each column, as text.
+        file: File of the table, for errors.
+    """
+    import pyarrow as pa
+
     unknown = value_by_column.keys() - set(table.column_names)
     if unknown:
         fix = f"its columns: {', '.join(table.column_names)}"
@@ -253,14 +291,7 @@ def show_table(
             matching = [row for row in matching if value in map(_text, row[name] or ())]
         else:
             matching = [row for row in matching if value == _text(row[name])]
-
-    if as_json:
-        for row in matching:
-            typer.echo(json.dumps(row, default=str))
-        return
-    print_line(f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns")
-    if matching:
-        _print_rows(matching[:rows])
+    return matching
 
 
 def _print_rows(rows: Sequence[dict[str, Any]]) -> None:

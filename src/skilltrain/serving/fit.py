@@ -114,18 +114,18 @@ class _StepRunner:
             leftover.unlink(missing_ok=True)
 
     def run(self, step: str) -> Summary:
-        """Write the recipe of a step for the user, run the step, and return its summary.
+        """Write the recipe of a step to a file, run the step, and return its summary.
 
-        `run_stage` does not run a finished step again. It returns the summary of the earlier run.
+        A finished step is not run again. The summary is that of the earlier run.
         """
         recipe = self._recipes[step]
         number = 1 + list(self._recipes).index(step)
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         write_text(self._folder / f"{number}_{step}.yaml", text)
-        say(f"step {step}: {recipe['stage']}")  # a run may return to an earlier step
+        say(f"step {step}: {recipe['stage']}")
 
         stage = parse_recipe(recipe, f"fit, step {step}")
-        summary = run_stage(stage, resume=None)  # None: resume if a training run was stopped
+        summary = run_stage(stage, resume=None)  # None: resume a training run that was stopped
         result_line = stage.closing_lines(summary)[0]
         say(result_line)
         return summary
@@ -135,58 +135,87 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     """Make a router, train an encoder for it, and use the encoder if the router gets better.
 
     Returns:
-        The router's folder as `out`, `num_skills`, `trained` (whether the router uses a trained
-        encoder), and after a training the number of lists as `num_lists`. If any query belongs to
-        split dev, also Hit@1 by system on these queries, with `num_queries`.
+        Summary with these keys:
+
+        - `out`: folder of the router
+        - `num_skills`: number of skills
+        - `trained`: whether the router uses a trained encoder
+        - `num_lists`: number of training lists, if an encoder was trained
+        - `Hit@1`: Hit@1 by system on the queries of split dev, if there are any
+        - `num_queries`: number of queries of split dev, if there are any
     """
-    check_query_files(config.queries)  # before any work
+    check_query_files(config.queries)
     runner = _StepRunner(config)
     num_skills = runner.run("pool")["num_skills"]
     result: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
 
-    # Make a router without training. If an earlier run has left a router in the folder, keep that
-    # one in use until the comparison is done.
-    has_router = (config.out / POINTER).is_file()
-    if not has_router:
-        runner.run("untrained")
-        say(f"this router answers already: skilltrain route --router {config.out} 'a task'")
-    _calibrate(runner, "calibration")
+    _make_first_router(runner)
     if not config.train:
         return result
     if num_skills < MIN_SKILLS:
         say(f"{num_skills} skills are too few to train an encoder; the router works without one")
         return result
 
-    # Train an encoder. Texts in other languages than English and Chinese make no queries.
+    if not _make_queries(runner):
+        return result
+    result["num_lists"] = _train_encoder(runner)
+
+    comparison = _compare_on_dev_queries(runner)
+    if comparison is None:
+        return result
+    result["trained"] = comparison.is_better
+    result["Hit@1"] = comparison.hits
+    result["num_queries"] = comparison.num_queries
+    _use_router(runner, comparison.is_better)
+    return result
+
+
+def _make_first_router(runner: _StepRunner) -> None:
+    """Make an untrained router, unless an earlier run has made a router. Calibrate the router."""
+    has_router = (runner.folder / POINTER).is_file()
+    if not has_router:
+        runner.run("untrained")
+        say(f"this router answers already: skilltrain route --router {runner.folder} 'a task'")
+    _calibrate(runner, is_trained=False)
+
+
+def _make_queries(runner: _StepRunner) -> bool:
+    """Run the step `queries`. Return False if no query can be made from the skills' texts."""
     try:
         runner.run("queries")
     except SkilltrainError as error:
         if error.code != "nothing-generated":
             raise
         say(f"no encoder is trained, and the router works without one: {error}")
-        return result
+        return False
+    return True
+
+
+def _train_encoder(runner: _StepRunner) -> int:
+    """Make training lists and train the encoder. Return the number of lists."""
     runner.run("mined")
     runner.run("filtered")
-    result["num_lists"] = runner.run("encoder_lists")["num_lists"]
+    num_lists = runner.run("encoder_lists")["num_lists"]
     runner.run("encoder")
+    return num_lists
 
-    # Compare the routers on the queries of split dev, which are not used for training.
-    queries = read_table(config.out / "queries", QUERIES)
+
+def _compare_on_dev_queries(runner: _StepRunner) -> RouterComparison | None:
+    """Compare the routers on the queries of split dev. Return None if there are no such queries."""
+    queries = read_table(runner.folder / "queries", QUERIES)
     if "dev" not in queries.column("split").to_pylist():
         say("no query belongs to split dev, so the trained router cannot be shown to be better")
-        return result
+        return None
     runner.run("report")
-    comparison = compare_routers(config.out / "report")
+    comparison = compare_routers(runner.folder / "report")
     say(str(comparison))
-    result["trained"] = comparison.is_better
-    result["Hit@1"] = comparison.hits
-    result["num_queries"] = comparison.num_queries
+    return comparison
 
-    # Put the better router into the folder. If the untrained one is there already, the step
-    # `untrained` changes nothing.
-    runner.run("trained" if comparison.is_better else "untrained")
-    _calibrate(runner, "trained_calibration" if comparison.is_better else "calibration")
-    return result
+
+def _use_router(runner: _StepRunner, is_trained: bool) -> None:
+    """Put the trained or the untrained router into the router's folder, and calibrate it."""
+    runner.run("trained" if is_trained else "untrained")
+    _calibrate(runner, is_trained)
 
 
 def compare_routers(report: Path) -> RouterComparison:
@@ -201,28 +230,33 @@ def compare_routers(report: Path) -> RouterComparison:
     raise SkilltrainError("not-comparable", "does not compare the two routers", where=report)
 
 
-def _calibrate(runner: _StepRunner, step: str) -> None:
-    """Calibrate the router, unless it has a calibration.
-
-    A message is printed if the skills are too few for this, or have no passage that can be a query.
+def _calibrate(runner: _StepRunner, is_trained: bool) -> None:
+    """Calibrate the router, unless it has a calibration. Print a warning if that is impossible.
 
     Args:
         runner: Runner of the steps.
-        step: `trained_calibration` for a router with a trained encoder, else `calibration`.
+        is_trained: Whether the router has a trained encoder.
     """
+    fit_step = "trained_calibration" if is_trained else "calibration"
+    add_step = "trained_calibrated" if is_trained else "calibrated"
     router = runner.folder
     if Index.open(router).record.calibration is not None:
         return
-    shutil.rmtree(router / step, ignore_errors=True)  # of an earlier state of the router
+    _remove_old_calibration(router / fit_step)
     try:
         runner.run("queries")
-        runner.run(step)
+        runner.run(fit_step)
     except SkilltrainError as error:
         if error.code not in ("cannot-calibrate", "nothing-generated"):
             raise
         say(f"warning: the router is not calibrated, and answers every task: {error}")
         return
-    runner.run(step.replace("calibration", "calibrated"))
+    runner.run(add_step)
+
+
+def _remove_old_calibration(folder: Path) -> None:
+    """Remove the results of an earlier calibration, so that the calibration is made again."""
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
@@ -244,32 +278,23 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     """Return the recipe of each step by the step's name, in the order in which the steps run.
 
-    A step writes to the folder `OUT/STEP`. Only steps of the stage `index` write to `OUT`, which is
-    the router's folder.
+    A step writes to the folder `OUT/STEP`. Steps of the stage `index` write to the router's folder
+    `OUT`.
     """
     out = config.out
     pool = str(out / "pool")
     queries = str(out / "queries")
     model = {"source": config.base, "cache": str(out / "vectors")}
 
-    # If queries are passages of skills, no skill may hold its query word for word in training. The
-    # step `queries` also writes a pool without these passages.
+    encoder = {**model, "source": str(out / "encoder")}  # the trained encoder
+
+    # A training skill must not contain its own query. If queries are cut from skills, the step
+    # `queries` also writes a pool of skills without them.
     training_pool = queries if _cuts_queries(config) else pool
     inputs = {"pool": training_pool, "queries": queries}
 
-    # The systems that the report compares. Each is compared with the first and the one before it.
-    encoder = {**model, "source": str(out / "encoder")}
-    systems = {
-        "bm25": [{"kind": "lexical"}],
-        "base encoder": [{"kind": "dense", **model}],
-        "trained encoder": [{"kind": "dense", **encoder}],
-        UNTRAINED: _untrained_rankers(model),
-        TRAINED: _trained_rankers(encoder),
-    }
     index = {"stage": "index", "pool": pool, "out": str(out)}
-    calibrate: Recipe = {"stage": "calibrate", "router": str(out), "queries": queries}
-    if _cuts_queries(config):
-        calibrate |= {"masked_pool": queries, "max_queries": _MAX_CUT_QUERIES}
+    calibrate = _calibration_recipe(config, queries)
     steps: dict[str, Recipe] = {
         "pool": {
             "stage": "pool",
@@ -277,31 +302,57 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "categories": "taxonomy",
             "encoder": model,
         },
-        "untrained": index | {"rankers": systems[UNTRAINED]},
+        # Make the untrained router.
+        "untrained": index | {"rankers": _untrained_rankers(model)},
         "queries": _query_recipe(config, pool),
-        # No model was trained on any query, so all splits are used.
+        # Fit a calibration to the queries of all splits, and add it to the untrained router.
         "calibration": calibrate | {"split": None},
-        "calibrated": _add_calibration(out, "calibration"),
-        **list_steps(inputs, model, out, _FIT_QUOTAS, config.seed),
+        "calibrated": _recipe_to_add_calibration(out, "calibration"),
+        # Make training lists, train an encoder, and compare the two routers.
+        **training_list_recipes(inputs, model, out, _FIT_QUOTAS, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
-        "report": {
-            "stage": "evaluate",
-            "pool": training_pool,
-            "benchmark": queries,
-            "split": "dev",
-            "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
-        },
-        "trained": index | {"rankers": systems[TRAINED]},
+        "report": _report_recipe(inputs, model, encoder),
+        # Make the trained router. Fit a calibration to queries that were not used for training.
+        "trained": index | {"rankers": _trained_rankers(encoder)},
         "trained_calibration": calibrate,
-        "trained_calibrated": _add_calibration(out, "trained_calibration"),
+        "trained_calibrated": _recipe_to_add_calibration(out, "trained_calibration"),
     }
-    # A recipe with an `out` of its own keeps it.
+    # Recipes of the stage `index` keep the `out` that they have.
     return {step: {"out": str(out / step), **recipe} for step, recipe in steps.items()}
 
 
-def _add_calibration(out: Path, step: str) -> Recipe:
-    """Return the recipe that adds the calibration of a step to the router."""
+def _calibration_recipe(config: FitConfig, queries: str) -> Recipe:
+    """Return the recipe that fits a calibration to queries."""
+    recipe: Recipe = {"stage": "calibrate", "router": str(config.out), "queries": queries}
+    if _cuts_queries(config):
+        recipe |= {"masked_pool": queries, "max_queries": _MAX_CUT_QUERIES}
+    return recipe
+
+
+def _recipe_to_add_calibration(out: Path, step: str) -> Recipe:
+    """Return the recipe that adds the calibration of a step to the router in `out`."""
     return {"stage": "index", "calibration": str(out / step), "out": str(out)}
+
+
+def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe) -> Recipe:
+    """Return the recipe that compares the two routers, BM25 and the encoders on split dev.
+
+    A report compares each system with the first system and with the system before it.
+    """
+    systems = {
+        "bm25": [{"kind": "lexical"}],
+        "base encoder": [{"kind": "dense", **base_encoder}],
+        "trained encoder": [{"kind": "dense", **trained_encoder}],
+        UNTRAINED: _untrained_rankers(base_encoder),
+        TRAINED: _trained_rankers(trained_encoder),
+    }
+    return {
+        "stage": "evaluate",
+        "pool": inputs["pool"],
+        "benchmark": inputs["queries"],
+        "split": "dev",
+        "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
+    }
 
 
 def _query_recipe(config: FitConfig, pool: str) -> Recipe:
@@ -321,12 +372,10 @@ def _query_recipe(config: FitConfig, pool: str) -> Recipe:
         "dev_share": 0.1,
         "seed": config.seed,
     }
-    # A model writes half of its queries in few words. Without a model, queries are passages that
-    # are cut from skills. Their length is fixed, and many skills have fewer than are asked for.
     if _cuts_queries(config):
-        recipe["num_queries_per_skill"] = 3
+        recipe["num_queries_per_skill"] = 3  # at most; many skills have fewer passages
     else:
-        recipe["terse_share"] = 0.5
+        recipe["terse_share"] = 0.5  # a chat model writes half of its queries in few words
     recipe["pool"] = pool
     return recipe
 
@@ -354,12 +403,12 @@ def _encoder_recipe(config: FitConfig, pool: str) -> Recipe:
     }
 
 
-def list_steps(
+def training_list_recipes(
     inputs: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int
 ) -> dict[str, Recipe]:
-    """Return the recipes of the steps that make training lists: mine, filter and choose negatives.
+    """Return the recipes that make training lists, by step. The setting `out` is left out.
 
-    The recipes do not have the setting `out` yet.
+    The steps mine hard negatives, filter them, and sample lists.
 
     Args:
         inputs: The settings `pool` and `queries` of all three recipes.
