@@ -83,14 +83,15 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
         "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
         "plugins": plugin_fingerprints(stage),
     }
-    may_resume = False
-    if isinstance(stage, TrainingStage):  # no other run can be unfinished
-        may_resume = resume
+    is_training = isinstance(stage, TrainingStage)
+    if is_training:
         remove_leftovers(out)
-    summary = _finished_run(out, comparable_identity(identity), may_resume)
+    can_resume = is_training and resume
+    summary = _finished_run(out, comparable_identity(identity), can_resume)
     if summary is not None:
         if stage.on_ranks:
-            return stage.run(out)  # writes only the results that are missing outside `out`
+            # The stage writes its results to another folder. Now it writes the missing results.
+            return stage.run(out)
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
 
@@ -269,7 +270,7 @@ def _holds_input_mark(annotation: Any) -> bool:
 
 
 def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
-    """Raise SkilltrainError for the first missing input. The error names the command that makes it.
+    """Raise SkilltrainError for the first missing input, with a hint on how to make it.
 
     Args:
         config: Settings of a stage.
@@ -282,6 +283,7 @@ def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
         _, _, setting = key.rpartition(".")
         fix = f"it is the setting {key}"
         if setting in _MADE_BY:
+            # The comment at the top of a recipe may give another command that makes the input.
             command = _MADE_BY[setting]
             fix = f"made by `skilltrain {command}`, or as the recipe's first lines say"
         raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)

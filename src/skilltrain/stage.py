@@ -178,6 +178,8 @@ class Stage(Config):
         values["near"] = shlex.quote(str(self.out.parent))
         values["base"] = _BASE_ENCODER
         values["quotas"] = _QUOTAS
+
+        # `1 queries` becomes `1 query`.
         result = _with_singulars(self.result.format_map(values))
         dropped_table = self.out / "dropped.parquet"
         is_incomplete = bool(summary.get("num_dropped") or summary.get("dropped"))

@@ -173,9 +173,9 @@ def without_name(text: str, name: str, mark: str = "") -> str:
     units = list(words[0]) if len(words) == 1 else words
     pattern = r"[\W_]*".join(map(re.escape, units))
 
-    # A Latin word must be whole: no other letter or digit may touch it. CJK characters may, because
-    # each of them is a word. In the pattern, `\W_` stands for all but letters and digits.
-    letter = r"[^\W_" + CJK + "]"
-    start = rf"(?<!{letter})" if _IS_LATIN.match(words[0]) else ""
-    end = rf"(?!{letter})" if _IS_LATIN.match(words[-1]) else ""
+    # No letter or digit may touch a Latin word. CJK characters may touch it, because each CJK
+    # character is a word of its own.
+    letter_or_digit = r"[^\W_" + CJK + "]"  # without CJK characters
+    start = rf"(?<!{letter_or_digit})" if _IS_LATIN.match(words[0]) else ""
+    end = rf"(?!{letter_or_digit})" if _IS_LATIN.match(words[-1]) else ""
     return one_line(re.sub(f"{start}(?i:{pattern}){end}", f" {mark} ", text))

@@ -27,6 +27,7 @@ from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
+from skilltrain.metrics.bootstrap import Interval
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
     COPIES,
@@ -119,39 +120,39 @@ class Evaluate(Stage):
         inputs = Inputs(self.systems, data.benchmark, data.skills)
         analysis: dict[str, Any] = dict(run_input_analyses(self.analysis, inputs))
 
-        # Rank all queries, also those that no skill serves.
+        # Rank all queries, also those that no skill serves. There is one result for each ranker of
+        # a system. The result of the last ranker is the final one.
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
-        stages, chat_counts = _rank(self, data, unserved)
+        results_by_system, chat_counts = _rank(self, data, unserved)
         query_ids = list(data.benchmark.relevances)
         notes = [*data.benchmark.notes, *_chat_notes(chat_counts)]
         if unserved:
-            rankings_by_system = {name: ranked[-1].rankings for name, ranked in stages.items()}
-            separations = unserved_separation(rankings_by_system, query_ids, unserved)
+            final_rankings = {
+                system: results[-1].rankings for system, results in results_by_system.items()
+            }
+            separations = unserved_separation(final_rankings, query_ids, unserved)
             analysis["unserved"] = separations
-            for name, value in separations.items():
-                notes.append(
-                    f"{name}: the best score of a query is above the best score of a query that no "
-                    f"skill serves with probability {value} (n = {len(query_ids)} and "
-                    f"{len(unserved)}; .5 is chance)."
-                )
+            notes += _unserved_notes(separations, len(query_ids), len(unserved))
 
         # From here on, results are without the unserved queries.
-        all_stages = []
+        all_results = []
         ranked_ids = {}
-        for name, ranked in stages.items():
-            stages[name] = [stage.only(query_ids) for stage in ranked]
-            all_stages += stages[name]
-            ranked_ids[name] = stages[name][-1].skill_ids()
-        if all_stages:
-            rankings = {stage.name: stage.rankings for stage in all_stages}
+        for system, results in results_by_system.items():
+            results_by_system[system] = [result.only(query_ids) for result in results]
+            all_results += results_by_system[system]
+            ranked_ids[system] = results_by_system[system][-1].skill_ids()
+        if all_results:
+            rankings = {result.name: result.rankings for result in all_results}
             write_table(rankings_table(rankings), RANKINGS, out)
 
-        # The analyses of results read a report that holds the analyses of inputs.
+        # Predictions of other software are scored like the rankings of systems.
         ranked_ids |= data.predictions
+
+        # The analyses of results read a report that holds the analyses of inputs.
         provenance = _provenance(self, len(data.skills))
         report = _report(self, data.benchmark, ranked_ids, data.skills, notes, provenance)
         report = replace(report, analysis=analysis)
-        analysis |= run_result_analyses(self.analysis, report, stages)
+        analysis |= run_result_analyses(self.analysis, report, results_by_system)
         report = replace(report, analysis=analysis)
         write_report(report, out)
         console.print(terminal_table(report, console.width))
@@ -162,7 +163,7 @@ class Evaluate(Stage):
         return {
             "num_queries": len(query_ids),
             "systems": means,
-            "seconds_a_query": {stage.name: round(stage.seconds, 6) for stage in all_stages},
+            "seconds_a_query": {result.name: round(result.seconds, 6) for result in all_results},
             "asked": chat_counts,
         }
 
@@ -434,6 +435,23 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
             provenance[f"System {system.name}"] = ", ".join(models)
     provenance["Made"] = f"{date.today().isoformat()} with skilltrain {__version__}"
     return provenance
+
+
+def _unserved_notes(
+    separations: Mapping[str, Interval], num_queries: int, num_unserved: int
+) -> list[str]:
+    """Write a sentence for each system about its scores of queries that no skill serves.
+
+    Args:
+        separations: Probability in the sentence, by system.
+        num_queries: Number of queries that a skill serves.
+        num_unserved: Number of queries that no skill serves.
+    """
+    return [
+        f"{system}: the best score of a query is above the best score of a query that no skill "
+        f"serves with probability {value} (n = {num_queries} and {num_unserved}; .5 is chance)."
+        for system, value in separations.items()
+    ]
 
 
 def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:

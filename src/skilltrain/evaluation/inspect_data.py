@@ -95,6 +95,15 @@ def inspect_lists(
         pool: Pool to use instead of the one that the record of the lists names.
         max_lists: Number of lists to show. If there are more lists, a sample is shown.
 
+    Returns:
+        Counts and other facts by name:
+
+        - `page`: path of the page.
+        - `num_lists`, `num_lists_shown`: numbers of all lists and of the lists on the page.
+        - `num_drops_shown`: number of candidates on the page that the stage `filter` dropped.
+        - `worth_a_look`: by check, the number of queries whose list failed it.
+        - `missing`: a line for each input that was not found.
+
     Raises:
         SkilltrainError: `lists` holds no lists, `pool` no pool, or `out` is in the folder `lists`.
     """
@@ -190,12 +199,17 @@ def page_values(
     texts = {row["query_id"]: row["text"] for row in queries}
     _note_missing_texts(trail, has_skills=bool(skills), has_queries=bool(texts))
 
-    # Candidates that the stages kept and dropped. The newest run comes first.
+    # Runs that wrote candidates. The newest run comes first.
     ranking_runs = [run for run in trail.runs if table_path(run.folder, RANKINGS).is_file()]
-    # A run that mines candidates reads no rankings.
+    # Stages that make new candidates, such as `mine`, have no input `rankings`.
     mining_runs = [run for run in ranking_runs if "rankings" not in run.recipe]
+
+    # Dropped rows by stage and filter. The stage `filter` drops candidates.
     drops = _read_drops(trail)
-    filter_drops = {name: drops[stage, name] for stage, name in drops if stage == "filter"}
+    filter_drops: dict[str, list[Dropped]] = {}  # by filter
+    for (stage, filter_name), candidates in drops.items():
+        if stage == "filter":
+            filter_drops[filter_name] = candidates
     all_quotas = (run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas"))
 
     # Check every list.
@@ -308,7 +322,7 @@ def _check_lists(
         clusters: Number of the near-duplicate cluster by skill id.
 
     Returns:
-        By check and query id, the ids of the skills that break an assumption.
+        By check and query id, the ids of the skills that fail the check.
     """
     findings: dict[str, dict[str, set[str]]] = {}
     for row in rows:
@@ -336,7 +350,7 @@ def check_list(
         clusters: Number of the near-duplicate cluster by skill id.
 
     Returns:
-        Ids of the skills that break an assumption, by check.
+        Ids of the skills that fail a check, by check.
     """
     positives = []
     negatives = []

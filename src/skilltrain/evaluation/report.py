@@ -132,8 +132,7 @@ class Report:
     def headline(self) -> str:
         """Return a sentence that names the system with the highest mean.
 
-        It also says which of the compared systems may be as good, because their difference to this
-        system is not significant.
+        It also names the systems whose difference to this system is not significant.
         """
         measure = self.chief_measure
         means = {name: row[measure] for name, row in self.overall.means.items() if measure in row}
@@ -142,25 +141,30 @@ class Report:
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        are_all_equal = not self.overall.best(measure)  # `best` returns no system then
-        if are_all_equal:
+        if self.overall.has_equal_means(measure):
             return f"All systems have the same {measure}, {means[best]}."
 
-        # Verdicts of the comparisons with the best system, by the name of the other system.
-        verdicts = {}
-        for comparison in self.comparisons:
-            pair = {comparison.system, comparison.baseline}
-            if comparison.measure == measure and best in pair:
-                (other,) = pair - {best}
-                verdicts[other] = comparison.reading
-        similar = [name for name, verdict in verdicts.items() if verdict == "not told apart"]
-
+        readings = self._readings(best, measure)
+        similar = [system for system, reading in readings.items() if reading == "not told apart"]
         sentence = f"{best} has the highest mean {measure}, {means[best]}"
         if similar:
             return f"{sentence}, but its difference to {', '.join(similar)} may be chance."
-        if verdicts:
-            return f"{sentence}, significantly more than {', '.join(verdicts)}."
+        if readings:
+            return f"{sentence}, significantly more than {', '.join(readings)}."
         return f"{sentence}."
+
+    def _readings(self, system: str, measure: str) -> dict[str, str]:
+        """Return the readings of all comparisons with one system, by the other system.
+
+        A reading is `above`, `below` or `not told apart`.
+        """
+        readings = {}
+        for comparison in self.comparisons:
+            pair = {comparison.system, comparison.baseline}
+            if comparison.measure == measure and system in pair:
+                (other_system,) = pair - {system}
+                readings[other_system] = comparison.reading
+        return readings
 
     def sections(self, system: str) -> dict[str, Mapping[str, Interval]]:
         """Return a system's means by measure, over all queries and over each kind of query.

@@ -69,6 +69,10 @@ class SliceMeans:
         best = frozenset(system for system, mean in means.items() if mean == highest)
         return best if len(best) < len(means) else frozenset()
 
+    def has_equal_means(self, measure: str) -> bool:
+        """Return whether all systems have the same mean."""
+        return not self.best(measure)
+
 
 def means_by_slice(
     results: Sequence[SystemResult],

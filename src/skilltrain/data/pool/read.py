@@ -5,7 +5,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain, islice, product
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from skilltrain.data.pool.skill_file import (
     MAX_FILES,
     SKILL_FILE,
     bundled_paths,
+    dropped_skill,
     parse_skill_file,
     skill_from_row,
 )
@@ -49,8 +50,8 @@ SkillsOrDropped = Iterator[Skill | Dropped]
 def read_pool(source: Any) -> list[Skill]:
     """Read skills, and check that their ids are unique.
 
-    Exact copies of a skill, and files and rows of a file that are no skill, are left out. A message
-    says how many they are, and why. Equal skills with different ids are all kept.
+    Copies of a skill with the same id are left out. Files and rows that are no skill are left out
+    too. A message gives their number and the reasons. Copies with different ids are kept.
 
     Args:
         source: A folder of SKILL.md files, the folder or file of a SKILLS table, another source of
@@ -71,7 +72,7 @@ def read_pool(source: Any) -> list[Skill]:
         return [*chain.from_iterable(read_by_source(Path(source)).values())]
 
     sources, dropped = read_sources([source])
-    # Equal skills with different ids stay. `duplicates` are only the exact copies of a skill.
+    # `duplicates` are copies of a skill with the same id. Copies with different ids stay.
     (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
 
     # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
@@ -95,21 +96,23 @@ def _is_table(path: Path | str) -> bool:
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
-    The stage `pool` stores the number of skills of each source. If a pool has no such numbers, or
-    if they do not fit its skills, the pool itself is the only source.
+    If the pool does not store a fitting number of skills for each source, the pool itself is the
+    only source.
     """
     if not _is_table(pool):
         return {pool.resolve(): read_pool(pool)}
     skills = read_skills(pool)
     folder = table_path(pool, SKILLS).parent
-    num_by_source: dict[str, int] = read_local(folder)
-    if sum(num_by_source.values()) != len(skills):
-        num_by_source = {str(pool.resolve()): len(skills)}
+
+    # A file in the folder stores the number of skills of each source.
+    num_skills_by_source: dict[str, int] = read_local(folder)
+    if sum(num_skills_by_source.values()) != len(skills):
+        num_skills_by_source = {str(pool.resolve()): len(skills)}
 
     # The skills of a source are side by side in the pool.
     remaining = iter(skills)
     skills_by_source: dict[Path, list[Skill]] = {}
-    for source, num_skills in num_by_source.items():
+    for source, num_skills in num_skills_by_source.items():
         root = Path(source)
         source_skills = islice(remaining, num_skills)
         skills_by_source[root] = [replace(skill, root=root) for skill in source_skills]
@@ -117,11 +120,10 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
 
 
 def find_skill_file(skill: Skill) -> Path | None:
-    """Return the SKILL.md of a skill, as an absolute path, if its folder still has one.
+    """Return the SKILL.md of a skill; None if it is missing or not certain.
 
-    The id of a skill is the path of its folder below `skill.root`, unless `merge_sources` has added
-    a number such as `~2`. Nothing outside `skill.root` is returned, and nothing if several folders
-    may be meant.
+    The file is in a folder below `skill.root`. The path of this folder is the id of the skill,
+    without a number such as `~2` that `merge_sources` may have added.
     """
     root = skill.root
     if root is None:
@@ -133,13 +135,20 @@ def find_skill_file(skill: Skill) -> Path | None:
     folders = {root / skill.skill_id, root / original_id}
     if root.name == original_id:
         folders.add(root)  # the folder itself may be the skill
-    files: dict[Path, Path] = {}  # by folder
-    for folder, name in product(folders, (SKILL_FILE.lower(), SKILL_FILE)):
+    files = [_skill_file_in(folder, root) for folder in folders]
+    existing_files = [file for file in files if file is not None]
+    # With two files, it is not certain which one is meant.
+    return existing_files[0] if len(existing_files) == 1 else None
+
+
+def _skill_file_in(folder: Path, root: Path) -> Path | None:
+    """Return the file SKILL.md, or else skill.md, of a folder; None if it is outside `root`."""
+    for name in (SKILL_FILE, SKILL_FILE.lower()):
         file = folder / name
         # os.path, because Path.is_file raises in a folder that may not be entered.
         if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):  # noqa: PTH113
-            files[folder] = file
-    return files.popitem()[1] if len(files) == 1 else None
+            return file
+    return None
 
 
 def _skills_of_rows(rows: list[Any]) -> list[Skill]:
@@ -218,7 +227,7 @@ def _report_cut(skill: Skill) -> Dropped:
     """Return the row of DROPPED that says that a skill is kept, but with a cut body."""
     num_chars = len(skill.body)
     reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
-    return Dropped("", skill.skill_id, CUT, reason, value=float(num_chars))
+    return dropped_skill(skill.skill_id, CUT, reason, value=float(num_chars))
 
 
 def _with_language(skill: Skill) -> Skill:
@@ -261,10 +270,15 @@ def merge_sources(
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
             content = _content_digest(skill)
             identity = (skill.skill_id, content)
-            first_id = first_id_by_content.get(content)
-            if first_id is not None and (drop_duplicates or identity in identities):
-                reason = f"has the same name, description and body as {first_id}"
-                dropped.append(Dropped("", skill.skill_id, "duplicate", reason, other_id=first_id))
+
+            # Drop a skill with the content of an earlier one, or with its content and its id.
+            if drop_duplicates:
+                is_duplicate = content in first_id_by_content
+            else:
+                is_duplicate = identity in identities
+            if is_duplicate:
+                first_id = first_id_by_content[content]
+                dropped.append(_report_duplicate(skill, first_id))
                 continue
             identities.add(identity)
 
@@ -280,6 +294,12 @@ def merge_sources(
             first_id_by_content.setdefault(content, new_id)
             merged[-1].append(replace(skill, skill_id=new_id))
     return merged, dropped
+
+
+def _report_duplicate(skill: Skill, first_id: str) -> Dropped:
+    """Return the row of DROPPED for a skill with the texts of the skill `first_id`."""
+    reason = f"has the same name, description and body as {first_id}"
+    return dropped_skill(skill.skill_id, "duplicate", reason, other_id=first_id)
 
 
 def _content_digest(skill: Skill) -> bytes:
@@ -419,27 +439,34 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     skill_id = source if path.parent == root else _relative_path(path.parent, root)
     try:
         if not path.is_file():
-            return Dropped("", skill_id, "unreadable", f"{name} is not a plain file")
+            return dropped_skill(skill_id, "unreadable", f"{name} is not a plain file")
         size = path.stat().st_size
         if size > MAX_FILE_BYTES:
             reason = f"{name} has {size:,} bytes, more than 64 MiB"
-            return Dropped("", skill_id, "file_too_big", reason, float(size))
+            return dropped_skill(skill_id, "file_too_big", reason, float(size))
         text = decode_text(path.read_bytes())
     except OSError as error:
-        return Dropped("", skill_id, "unreadable", f"{name}: {error.strerror}")
+        return dropped_skill(skill_id, "unreadable", f"{name}: {error.strerror}")
     if text is None:
-        return Dropped("", skill_id, "not_text", f"{name} is not text")
+        return dropped_skill(skill_id, "not_text", f"{name} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
     if not (skill.body or skill.description):
-        return Dropped("", skill_id, "empty_body", "the skill has neither description nor body")
+        reason = "the skill has neither description nor body"
+        return dropped_skill(skill_id, "empty_body", reason)
 
-    # os.path, because Path.is_file raises in a folder that may not be entered.
+    # Add the names of the files beside the SKILL.md.
     files = (
         _relative_path(file, path.parent)
         for file in bundled_paths(path.parent)
-        if os.path.isfile(file) and not os.path.islink(file)  # noqa: PTH113, PTH114
+        if _is_plain_file(file)
     )
     return replace(skill, files=tuple(islice(files, MAX_FILES)), root=root)
+
+
+def _is_plain_file(path: Path) -> bool:
+    """Return whether a path is a file that can be reached, and is not a link."""
+    # os.path, because Path.is_file raises in a folder that may not be entered.
+    return os.path.isfile(path) and not os.path.islink(path)  # noqa: PTH113, PTH114
 
 
 def _read_shard(path: Path) -> SkillsOrDropped:

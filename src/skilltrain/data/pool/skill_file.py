@@ -105,14 +105,14 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     name = values["name"][:MAX_HEADER_CHARS]
     description = values["description"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or name)
-    # The first column for a body that has a text; empty if none has.
+    # The first body column with text in this row, or an empty name.
     body_key = next((key for key in BODY_COLUMNS if values[key]), "")
 
     if not skill_id:
-        return Dropped("", "", "no_id", f"{where} has neither skill_id nor name")
+        return dropped_skill("", "no_id", f"{where} has neither skill_id nor name")
     if body_key and not isinstance(row[body_key], str | bytes):
         reason = f"{where}: {body_key} is a {type(row[body_key]).__name__}, not text"
-        return Dropped("", skill_id, "not_text", reason)
+        return dropped_skill(skill_id, "not_text", reason)
 
     # Make a skill from the body column. Without a name, the last part of the id is the name.
     fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
@@ -122,7 +122,8 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
     description = description.strip() or skill.description or first_paragraph(skill.body)
     if not (skill.body or description):
-        return Dropped("", skill_id, "empty_body", f"{where} has neither description nor body")
+        reason = f"{where} has neither description nor body"
+        return dropped_skill(skill_id, "empty_body", reason)
 
     # Add the other columns of the row. They replace the values of the frontmatter.
     facts = _facts_in(row)  # author, URL, stars and the like
@@ -137,6 +138,17 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         license=one_line(values["license"]) or skill.license,
         **known_facts,
     )
+
+
+def dropped_skill(
+    skill_id: str,
+    code: str,
+    reason: str,
+    value: float | None = None,
+    other_id: str | None = None,
+) -> Dropped:
+    """Return the row of DROPPED for a skill that is left out."""
+    return Dropped("", skill_id, code, reason, value=value, other_id=other_id)
 
 
 def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:

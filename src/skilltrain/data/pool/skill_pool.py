@@ -16,7 +16,7 @@ from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sou
 from skilltrain.data.screening import screen_pool, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, write_json
-from skilltrain.records import Skill, counted
+from skilltrain.records import Dropped, Skill, counted
 from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, write_table
@@ -111,10 +111,7 @@ class Pool(Stage):
             SkilltrainError: A source cannot be read, or no skill is left.
         """
         skills_by_source, dropped = read_sources(self.sources)
-        num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
-        num_found: dict[str, int] = {}
-        for source, source_skills in zip(self.sources, skills_by_source, strict=True):
-            num_found[str(source)] = len(source_skills) + num_unreadable[clean_text(str(source))]
+        num_found = _count_found(self.sources, skills_by_source, dropped)
 
         # Join the sources, and find the missing categories.
         merged_by_source, duplicates = merge_sources(skills_by_source, self.drop_duplicates)
@@ -158,6 +155,27 @@ class Pool(Stage):
             "num_flagged_skills": len(flags),
             "num_flagged": counted(rules),
         }
+
+
+def _count_found(
+    sources: Sequence[Path | str],
+    skills_by_source: Sequence[Sequence[Skill]],
+    dropped: Sequence[Dropped],
+) -> dict[str, int]:
+    """Count the skills of each source, including skills that could not be read.
+
+    Args:
+        sources: Paths or names of the sources.
+        skills_by_source: Skills of each source that could be read.
+        dropped: Rows of DROPPED from the reading of all sources.
+    """
+    # A row with the filter CUT reports a skill with a shortened body. It was read and kept.
+    num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
+    num_found: dict[str, int] = {}
+    for source, skills in zip(sources, skills_by_source, strict=True):
+        source_in_rows = clean_text(str(source))  # the rows hold cleaned names of sources
+        num_found[str(source)] = len(skills) + num_unreadable[source_in_rows]
+    return num_found
 
 
 def audit(texts: Sequence[str]) -> dict[str, float]:

@@ -71,13 +71,11 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         check_regular(table_path(folder, spec))
     queries = read_queries(folder)
     judgements = read_table(folder, JUDGEMENTS)
+
+    # For each query, the verdict by skill id, and rows with the reason and group of each skill.
     verdicts = verdicts_by_query(judgements)
-    rows_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
-    steps_by_query = {}
-    if table_path(folder, PLANS).exists():
-        steps_by_query = _by_query(read_table(folder, PLANS))
-        for query_id, step_rows in steps_by_query.items():
-            _check_steps(step_rows, f"{table_path(folder, PLANS)}, query {query_id!r}")
+    reasons_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
+    steps_by_query = _read_steps(folder)
 
     unknown = {*verdicts, *steps_by_query} - {query.query_id for query in queries}
     if unknown:
@@ -88,14 +86,25 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
     tasks: list[Task] = []
     file = table_path(folder, JUDGEMENTS)
     for query in queries:
-        rows = rows_by_query.get(query.query_id, [])
-        relevance = _relevance_of(verdicts.get(query.query_id, {}), rows)
-        reasons = [row["reason"] for row in rows if row["reason"]]
+        reason_rows = reasons_by_query.get(query.query_id, [])
+        relevance = _relevance_of(verdicts.get(query.query_id, {}), reason_rows)
+        reasons = [row["reason"] for row in reason_rows if row["reason"]]
         labels = {"reason": tuple(dict.fromkeys(reasons))}  # each reason once
         step_rows = steps_by_query.get(query.query_id, [])
         steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
         tasks.append(task_of(query, relevance, labels, file, steps))
     return make_benchmark(folder, tasks, split)
+
+
+def _read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of PLANS by query id; empty if there is no such table."""
+    file = table_path(folder, PLANS)
+    if not file.exists():
+        return {}
+    steps_by_query = _by_query(read_table(folder, PLANS))
+    for query_id, step_rows in steps_by_query.items():
+        _check_steps(step_rows, f"{file}, query {query_id!r}")
+    return steps_by_query
 
 
 def _check_steps(rows: Iterable[Mapping[str, Any]], where: str) -> None:
@@ -113,7 +122,8 @@ def _check_steps(rows: Iterable[Mapping[str, Any]], where: str) -> None:
         # The order also has the steps that others depend on, even if they have no row.
         ordered_ids = [*TopologicalSorter(dependencies).static_order()]
     except CycleError as error:
-        problem = f"steps depend on each other: {' on '.join(error.args[1])}"
+        step_ids = error.args[1]  # of the cycle, such as [a, b, a]
+        problem = f"steps depend on each other: {' on '.join(step_ids)}"
         raise SkilltrainError("invalid-row", problem, where=where) from error
     for step_id in ordered_ids:
         if step_id not in dependencies:

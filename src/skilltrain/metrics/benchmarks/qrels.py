@@ -130,8 +130,10 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries" / file.name))
         tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
+
+    # The benchmark lists the queries of other splits as unscored.
     query_files = sorted((folder / "queries").glob("*.jsonl"))
-    query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]  # of all splits
+    query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]
     return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
 
 

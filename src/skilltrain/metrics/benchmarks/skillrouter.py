@@ -86,6 +86,8 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         entry = parse_row(_RelevanceRow, entries[task_id], f"{file}, task {task_id}")
         if entry.task_type == "generic_only":
             continue
+
+        # As in the released evaluation, `core_gt_ids` are the gold skills if the entry has them.
         gold = entry.core_gt_ids
         if gold is None:
             gold = entry.gt_skill_ids
@@ -102,7 +104,7 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         count = f"{num_skipped} of {len(rows)} tasks"
         notes.append(f"{count} need generic skills only and are not scored")
     return make_benchmark(
-        folder, tasks, split, query_ids=rows, gold_skills=gold_skills, notes=notes
+        folder, tasks, split, query_ids=rows.keys(), gold_skills=gold_skills, notes=notes
     )
 
 
