@@ -49,8 +49,7 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe and a record are written into the folder, too. The record holds the format,
-    the recipe, fingerprints of inputs and plug-ins, `finished` and `summary`.
+    The resolved recipe and a record of the run are written into the folder, too.
 
     If the folder already holds the same finished run, its summary is returned. There are two
     exceptions:
@@ -90,7 +89,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     summary = _finished_run(out, comparable_identity(identity), can_resume)
     if summary is not None:
         if stage.on_ranks:
-            # The stage writes its results to another folder. Now it writes the missing results.
+            # The results are in another folder. The stage writes those that are missing.
             return stage.run(out)
         say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
         return summary
