@@ -121,18 +121,18 @@ class Trace:
         return tuple(entries)
 
     def top_scores(self, rankers: Sequence[str]) -> list[float]:
-        """Return the best score of each ranker.
+        """Return the best score of each ranker, scaled so that long tasks do not score higher.
 
-        If the highest possible score depends on the task, the score is divided by its square root.
-        BM25 adds up words: the score itself grows with the length of a task, and its share of the
-        highest possible score falls with it. Only in between are tasks of all lengths comparable.
+        BM25 gives higher scores to longer tasks. Its best score is divided by the square root of
+        the highest score that is possible for the task.
         """
         top_scores: list[float] = []
         for ranker in rankers:
             scores = [score for _, score in self.rankings_by_ranker[ranker]]
             top_score = max(scores, default=0.0)
             max_score = self.max_score_by_ranker.get(ranker, 1.0)
-            if max_score > 0:  # it is 0 for a task without words
+            has_words = max_score > 0  # BM25 cannot score a task without words
+            if has_words:
                 top_score /= max_score**0.5
             top_scores.append(top_score)
         return top_scores
@@ -189,11 +189,13 @@ class Calibrator(Config):
 
     @model_validator(mode="after")
     def _one_weight_for_each_feature(self) -> "Calibrator":
-        num_features = 2 + len(self.rankers)  # score, lead, and one for each ranker
-        for function in (self.serves, self.fits):
-            if len(function.weights) != num_features:
+        """Check that both logistic functions have a weight for each feature."""
+        num_features = 2 + len(self.rankers)  # score, lead, and the top score of each ranker
+        for logistic in (self.serves, self.fits):
+            num_weights = len(logistic.weights)
+            if num_weights != num_features:
                 problem = f"{len(self.rankers)} rankers need {num_features} weights"
-                raise ValueError(f"{problem}, and there are {len(function.weights)}")
+                raise ValueError(f"{problem}, and there are {num_weights}")
         return self
 
     def probabilities(self, trace: Trace) -> np.ndarray:

@@ -15,9 +15,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
 from skilltrain.terminal import say
 from skilltrain.texts import one_line
 
-# asyncio accepts up to `backlog` connections before LimitedProtocol can close those above the
-# limit. A quarter of the limit keeps this overshoot small.
-_BACKLOG_SHARE = 4
+# asyncio may accept a whole backlog of connections before LimitedProtocol closes any of them. The
+# backlog is small, so that this exceeds the limit only by a quarter.
+_CONNECTIONS_PER_BACKLOG_ENTRY = 4
 _MAX_WAITING_SECONDS = 20  # for a request to arrive, and for a client to go on reading a response
 _MAX_CONNECTIONS = 1000
 _TICKS_PER_SECOND = 10  # of uvicorn's main loop
@@ -125,6 +125,7 @@ def max_connections() -> int:
 def new_http_server(app: ASGIApp) -> uvicorn.Server:
     """Create an HTTP/1.1 server that limits open connections and drops slow clients."""
     limit = max_connections()
+    backlog = limit // _CONNECTIONS_PER_BACKLOG_ENTRY
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
@@ -132,7 +133,7 @@ def new_http_server(app: ASGIApp) -> uvicorn.Server:
         log_config=None,
         log_level="error",  # mistakes of clients are not logged
         limit_concurrency=limit,
-        backlog=limit // _BACKLOG_SHARE,
+        backlog=backlog,  # connections that wait to be accepted
         timeout_graceful_shutdown=_MAX_WAITING_SECONDS,  # for clients that still read a response
     )
     return LimitedServer(config)

@@ -116,13 +116,12 @@ class IndexRecord(Config):
 
         Args:
             router: Folder of the router.
-            local_paths: Content of `local.json`. Paths that the record needs are added.
+            local_paths: Content of `local.json`. The method adds paths outside the router's folder.
             system: Rankers of the router.
             contents: Skills of the router.
-            calibration: Left out if it belongs to other rankers or models.
+            calibration: Calibration for the record. It is left out if it does not apply.
         """
-        # `stored_path(path)` returns a path as the record holds it. A path outside the router's
-        # folder is added to `local_paths`.
+        # Turns a path into its form in the record, and adds it to `local_paths` if necessary.
         stored_path = partial(_to_stored_path, router, local_paths)
         rankers = []
         for ranker in system.rankers:
@@ -132,24 +131,25 @@ class IndexRecord(Config):
         models = {}
         for source in sorted(filter(None, sources)):
             models[stored_path(source)] = model_fingerprint(source)
-        if calibration:
-            has_same_rankers = calibration.system == rankers
-            has_same_rankers &= _knows_rankers(system, calibration)
-            if not has_same_rankers or calibration.models != models:
-                calibration = None
+        if calibration and not _applies(calibration, system, rankers, models):
+            calibration = None
+
+        pool = stored_path(str(contents.pool))
+        num_skills_by_source: dict[str, int] = {}
+        watched: list[str] = []
+        for path, skills in contents.skills.items():
+            num_skills_by_source[stored_path(str(path))] = len(skills)
+            if path in contents.watched:
+                watched.append(stored_path(str(path)))
 
         return cls(
-            pool=stored_path(str(contents.pool)),
-            sources={
-                stored_path(str(path)): len(skills) for path, skills in contents.skills.items()
-            },
-            watched=[
-                stored_path(str(path)) for path in contents.skills if path in contents.watched
-            ],
+            pool=pool,
+            sources=num_skills_by_source,
+            watched=watched,
             rankers=rankers,
             models=models,
             calibration=calibration,
-            files={},  # `_write_generation` adds them, and `digests`
+            files={},
             skilltrain=__version__,
         )
 
@@ -167,7 +167,7 @@ class StoredSkills(Mapping[str, Skill]):
 
         Args:
             table: SKILLS table.
-            roots: Value of `root` for each skill.
+            roots: Folder or file that each skill was read from; None if unknown.
         """
         self._table = table
         self._roots = roots
@@ -349,54 +349,94 @@ def _load_generation(folder: Path) -> Index:
     Args:
         folder: Folder of the generation, such as `index-3` in the router's folder.
     """
-    # The record describes the generation.
-    record_file = folder / RECORD
-    if not record_file.is_file():
+    if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
     stamp = file_stamps(folder)
-    values = read_json(record_file)
-    ROUTER_FORMAT.check(values, folder, _MAKE_AGAIN)
-    calibration = values.get("calibration")
-    if isinstance(calibration, dict) and "format" not in calibration:
-        say(f"{folder.parent}: calibrate this router again; its calibration is too old to be used")
-        values["calibration"] = None
-    record = validate(IndexRecord, values, record_file)
-    for name, size in record.files.items():
-        file = path_inside(folder, name, record_file)
-        if not file.is_file() or file.stat().st_size != size:
-            raise OSError(f"{name} is not there, or not of {size} bytes")
-        if name in record.digests and fingerprint(file) != record.digests[name]:
-            raise OSError(f"the content of {name} has changed")
+    record = _read_record(folder)
+    _check_files(folder, record)
 
-    # Load the skills, and what each ranker has stored about them.
     router = folder.parent
     system = record.system(router)
-    if record.calibration and not _knows_rankers(system, record.calibration):
+    if record.calibration and not _has_calibrated_rankers(system, record.calibration):
         raise ValueError("its calibration is of other rankers")
     sources = [Path(_from_stored_path(router, name)) for name in record.sources]
-    roots: list[Path | None] = []  # [skill]
-    for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
-        # Only `local.json` may name folders outside the router. The record may be a stranger's.
-        is_known = name.startswith((_LOCAL, "./"))
-        roots += [source if is_known else None] * num_skills
-    skills = StoredSkills(feather.read_table(folder / SKILLS_FILE, memory_map=False), roots)
+    table = feather.read_table(folder / SKILLS_FILE, memory_map=False)
+    skills = StoredSkills(table, _roots_of_skills(record, sources))
     keys = np.load(folder / KEYS_FILE)  # [skill]
-    stored_parts = {}
+    stored_parts: dict[str, Any] = {}
     for name, ranker in storing_rankers(system).items():
         stored_parts[ranker.key] = ranker.stored_part.load(folder / name)
 
-    # All files must be about the same number of skills.
-    num_skills = sum(record.sources.values())  # the record has the number of each source
-    counts = [len(skills), len(keys)]
-    counts += [part.num_skills for part in stored_parts.values()]
-    if any(count != num_skills for count in counts):
+    # The record and all files must have the same number of skills.
+    num_skills = sum(record.sources.values())
+    counts = {num_skills, len(skills), len(keys)}
+    for part in stored_parts.values():
+        counts.add(part.num_skills)
+    if len(counts) > 1:
         raise ValueError("its parts are of different pools")
 
     pool = Path(_from_stored_path(router, record.pool))
     return Index(system, skills, sources, pool, folder, record, keys, stored_parts, stamp)
 
 
-def _knows_rankers(system: SystemConfig, calibration: Calibration) -> bool:
+def _read_record(folder: Path) -> IndexRecord:
+    """Read the record of a generation. A calibration of an old format is left out."""
+    record_file = folder / RECORD
+    values = read_json(record_file)
+    ROUTER_FORMAT.check(values, folder, _MAKE_AGAIN)
+    calibration = values.get("calibration")
+    if isinstance(calibration, dict) and "format" not in calibration:
+        say(f"{folder.parent}: calibrate this router again; its calibration is too old to be used")
+        values["calibration"] = None
+    return validate(IndexRecord, values, record_file)
+
+
+def _check_files(folder: Path, record: IndexRecord) -> None:
+    """Raise OSError if a file of a generation is missing or has changed."""
+    for name, size in record.files.items():
+        file = path_inside(folder, name, folder / RECORD)
+        if not file.is_file() or file.stat().st_size != size:
+            raise OSError(f"{name} is not there, or not of {size} bytes")
+        if name in record.digests and fingerprint(file) != record.digests[name]:
+            raise OSError(f"the content of {name} has changed")
+
+
+def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path | None]:
+    """Return the source of each skill, from which the skill's files may be read, or None.
+
+    A shared router could name any folder of this machine. So an absolute path in the record is not
+    used. Paths in `local.json` and in the router's folder are used.
+    """
+    roots: list[Path | None] = []
+    for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
+        is_local_key = name.startswith(_LOCAL)
+        is_in_router = name.startswith("./")
+        root = source if is_local_key or is_in_router else None
+        roots += [root] * num_skills
+    return roots
+
+
+def _applies(
+    calibration: Calibration,
+    system: SystemConfig,
+    rankers: list[dict[str, Any]],
+    models: dict[str, str],
+) -> bool:
+    """Return whether a calibration was made for a router's rankers and models.
+
+    Args:
+        calibration: The calibration.
+        system: Rankers of the router.
+        rankers: Settings of these rankers, as a record holds them.
+        models: Fingerprint of each model by its source.
+    """
+    has_same_rankers = calibration.system == rankers
+    has_same_models = calibration.models == models
+    # The calibration is read from a file that may have been edited, so its names are checked too.
+    return has_same_rankers and has_same_models and _has_calibrated_rankers(system, calibration)
+
+
+def _has_calibrated_rankers(system: SystemConfig, calibration: Calibration) -> bool:
     """Return whether a system has all rankers whose scores a calibration uses."""
     names = name_rankers(system.rankers)
     # A ranker that only fuses others has no scores of its own in a trace.

@@ -84,23 +84,27 @@ class BuildIndex(Stage):
         """Write the router's next generation; return counts of new, changed and gone skills.
 
         Raises:
-            SkilltrainError: Neither the settings nor the router name a pool or rankers, a ranker
-                cannot answer a new task, or the calibration is of other rankers or models.
+            SkilltrainError: The pool or the rankers are neither given nor in a router at `out`, a
+                ranker cannot answer new tasks, or the calibration is of other rankers or models.
         """
         system, contents = _read_settings(self)
         calibration = None
         if self.calibration is not None:
-            file = self.calibration / CALIBRATION_FILE
-            values = read_json(file)
-            CALIBRATION_FORMAT.check(values, file, "run skilltrain calibrate again")
-            calibration = validate(Calibration, values, file)
-        return write_index(out, system, contents, {}, calibration)
+            calibration = _read_calibration(self.calibration / CALIBRATION_FILE)
+        return write_index(out, system, contents, models={}, calibration=calibration)
 
     def dry_run(self) -> Summary:
         """Count the skills that are new, changed and gone."""
         _, contents = _read_settings(self)
         skills = contents.all_skills()
         return _count_changes(_open_or_none(self.out), skills, _content_keys(skills))
+
+
+def _read_calibration(file: Path) -> Calibration:
+    """Read the calibration that the stage `calibrate` wrote."""
+    values = read_json(file)
+    CALIBRATION_FORMAT.check(values, file, "run skilltrain calibrate again")
+    return validate(Calibration, values, file)
 
 
 def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
@@ -137,7 +141,8 @@ def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
         watched = index.watched
     for folder in watched:
         skills.setdefault(folder, [])  # `read_watched` replaces the empty list
-    return system, read_watched(Contents(pool, skills, watched), watched)
+    contents = Contents(pool, skills, watched)
+    return system, read_watched(contents, folders=watched)
 
 
 def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
@@ -235,7 +240,8 @@ def write_index(
 
     Raises:
         SkilltrainError: The pool is empty, an id repeats, `calibration` is of other rankers or
-            models, another process is writing, or one has written since `previous` was opened.
+            models, another process is writing, or another process has written since `previous` was
+            opened.
     """
     remove_leftovers(router)
     with locked(router):
@@ -245,33 +251,64 @@ def write_index(
         remove_old_generations(router)  # those of writers that were killed
 
         skills = contents.all_skills()
-        keys = _content_keys(skills)
-        counts = _count_changes(previous, skills, keys)
-
-        # The record adds the paths that it needs to `local_paths`.
-        local_paths = read_local(router)
-        old_calibration = previous.record.calibration if previous else None
-        record = IndexRecord.create(
-            router, local_paths, system, contents, calibration or old_calibration
-        )
-        if calibration and record.calibration is None:
-            problem = "the calibration is of other rankers or models"
-            fix = "run skilltrain calibrate on this router"
-            raise SkilltrainError("changed-model", problem, where=router, fix=fix)
-        if local_paths != read_local(router):
-            write_json(router / LOCAL_FILE, local_paths)
-
-        # If nothing has changed, keep the generation in use.
-        if previous and np.array_equal(previous.keys, keys):
-            old_record = previous.record.model_copy(update={"files": {}, "digests": {}})
-            if old_record == record:
-                return counts
+        content_keys = _content_keys(skills)
+        counts = _count_changes(previous, skills, content_keys)
+        record = _create_record(router, system, contents, calibration, previous)
+        if previous and _is_unchanged(previous, record, content_keys):
+            return counts
 
         # Replacing the pointer makes the new generation the one in use.
-        _write_generation(folder, record, skills, keys, models, previous)
+        _write_generation(folder, record, skills, content_keys, models, previous)
         write_json(router / POINTER, {"index": folder.name})
         remove_old_generations(router)
     return counts
+
+
+def _create_record(
+    router: Path,
+    system: SystemConfig,
+    contents: Contents,
+    calibration: Calibration | None,
+    previous: Index | None,
+) -> IndexRecord:
+    """Create the record of the next generation, and add the paths that it needs to `local.json`.
+
+    Args:
+        router: Folder of the router.
+        system: Rankers of the router.
+        contents: Skills of the router.
+        calibration: Calibration to add. None keeps the old one, if it still applies.
+        previous: Generation with the old calibration, if there is one.
+
+    Raises:
+        SkilltrainError: `calibration` is of other rankers or models.
+    """
+    if calibration is None and previous is not None:
+        old_or_new_calibration = previous.record.calibration
+    else:
+        old_or_new_calibration = calibration
+
+    local_paths = read_local(router)
+    record = IndexRecord.create(router, local_paths, system, contents, old_or_new_calibration)
+    was_left_out = record.calibration is None  # because it does not apply
+    if calibration is not None and was_left_out:
+        problem = "the calibration is of other rankers or models"
+        fix = "run skilltrain calibrate on this router"
+        raise SkilltrainError("changed-model", problem, where=router, fix=fix)
+
+    has_new_paths = local_paths != read_local(router)
+    if has_new_paths:
+        write_json(router / LOCAL_FILE, local_paths)
+    return record
+
+
+def _is_unchanged(previous: Index, record: IndexRecord, content_keys: np.ndarray) -> bool:
+    """Return whether a generation has the skills and the record of the next generation."""
+    if not np.array_equal(previous.keys, content_keys):
+        return False
+    # The record of the next generation does not have its files yet.
+    old_record = previous.record.model_copy(update={"files": {}, "digests": {}})
+    return old_record == record
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:
@@ -292,18 +329,18 @@ def _write_generation(
     folder: Path,
     record: IndexRecord,
     skills: Sequence[Skill],
-    keys: np.ndarray,
+    content_keys: np.ndarray,
     models: dict[str, Any],
     previous: Index | None,
 ) -> None:
-    """Write the files of a generation. Data of unchanged skills is copied from the previous one.
+    """Write the files of a generation. Data of unchanged skills is copied from `previous`.
 
     Args:
         folder: Folder of the generation.
         record: Its record, without `files` and `digests`.
         skills: Skills of the router.
-        keys: Key of each skill's content, [skill].
-        models: Open models of the rankers by `key`. Models that have to be opened are added.
+        content_keys: Key of each skill's content, [skill].
+        models: Open models of the rankers by the ranker's `key`. Further ones are added.
         previous: Previous generation, if there is one.
     """
     old_data: Mapping[str, Any] = {}
@@ -312,7 +349,7 @@ def _write_generation(
         old_data = previous.stored_parts
         old_positions = {key: position for position, key in enumerate(previous.keys.tolist())}
     # Position of each skill in the old data; -1 if it is new or changed.
-    positions = [old_positions.get(key, -1) for key in keys.tolist()]
+    positions = [old_positions.get(key, -1) for key in content_keys.tolist()]
 
     router = folder.parent
     with staged_folder(folder) as staged:
@@ -324,20 +361,24 @@ def _write_generation(
             old_part = old_data.get(ranker.key)
             model.save_part(part_folder, skills, old_part, positions)
 
-        np.save(staged / KEYS_FILE, keys)
+        np.save(staged / KEYS_FILE, content_keys)
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
 
-        # The record comes last, because it describes all other files.
-        files: dict[str, int] = {}
-        digests: dict[str, str] = {}
-        for file in staged.rglob("*.*"):  # only files have a dot in their names
-            name = file.relative_to(staged).as_posix()
-            files[name] = file.stat().st_size
-            if files[name] <= MAX_HASHED_BYTES:
-                digests[name] = fingerprint(file)
-        finished = record.model_copy(update={"files": files, "digests": digests})
-        write_json(staged / RECORD, finished.model_dump(mode="json"))
+        record_with_files = _add_files(record, staged)
+        write_json(staged / RECORD, record_with_files.model_dump(mode="json"))
+
+
+def _add_files(record: IndexRecord, folder: Path) -> IndexRecord:
+    """Return a record with the sizes and fingerprints of all files in a folder."""
+    sizes: dict[str, int] = {}
+    digests: dict[str, str] = {}
+    for file in folder.rglob("*.*"):  # only files have a dot in their names
+        name = file.relative_to(folder).as_posix()
+        sizes[name] = file.stat().st_size
+        if sizes[name] <= MAX_HASHED_BYTES:
+            digests[name] = fingerprint(file)
+    return record.model_copy(update={"files": sizes, "digests": digests})
 
 
 def _content_keys(skills: Sequence[Skill]) -> np.ndarray:

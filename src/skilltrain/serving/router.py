@@ -68,25 +68,33 @@ class _OpenPool:
         ranking_by_label: dict[str, Ranking] = {}
 
         def observe(run: RankerRun) -> None:
-            """Record the ranking of a ranker. If it fuses rankers (`legs`), record one of each."""
-            for config, rankings in zip(run.config.legs, run.by_leg, strict=True):
-                matches = config.matches(rankings[query.query_id])
-                # Keep only the first ranking of each ranker, that of the pool. A ranker may run
-                # again later, on a few candidates.
-                ranking_by_label.setdefault(self.labels[config.key], matches)
+            """Record the ranking of each leg. A ranker that fuses no others is its own only leg."""
+            for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
+                matches = leg.matches(rankings[query.query_id])
+                # A leg may run again on a few candidates. Keep its first ranking, of the pool.
+                ranking_by_label.setdefault(self.labels[leg.key], matches)
 
-        # `skills` is empty: it is only needed to open rankers, and these are open.
+        # Rankers without a setting `keep` keep enough skills for `k`.
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
         open_rankers = OpenRankers(skills=(), opened=self.rankers)
-        rankings = run_rankers(configs, [query], None, open_rankers, observe, excluded_ids)
+        rankings = run_rankers(
+            configs,
+            [query],
+            candidates=None,  # the first ranker ranks the whole pool
+            pool=open_rankers,
+            observe=observe,
+            excluded_ids=excluded_ids,
+        )
         ranking = rankings[query.query_id][: configs[-1].keep]
+        return Trace(ranking_by_label, self._highest_bm25_scores(query), ranking)
 
-        # The highest score that BM25 can give depends on the query. For other rankers it is fixed.
+    def _highest_bm25_scores(self, query: Query) -> dict[str, float]:
+        """Return the highest score that is possible for a query, by the label of a BM25 ranker."""
         max_scores: dict[str, float] = {}
         for key, ranker in self.rankers.items():
             if isinstance(ranker, PoolRanker) and isinstance(ranker.index, BM25Index):
                 max_scores[self.labels[key]] = ranker.index.highest_possible_score(query.text)
-        return Trace(ranking_by_label, max_scores, ranking)
+        return max_scores
 
     def explain(self, query: Query, trace: Trace, skill: Skill) -> Explanation:
         """Explain why a skill was chosen for a query.
@@ -150,7 +158,7 @@ class Router:
         Router(1 skills; rankers: lexical; not calibrated)
         """
         skills_by_id = {skill.skill_id: skill for skill in read_pool(skills)}
-        self._current = _open(RouterState(system_of(rankers), skills_by_id), {})
+        self._current = _open(RouterState(system_of(rankers), skills_by_id), models={})
 
     def __repr__(self) -> str:
         pool = self._current
@@ -164,17 +172,17 @@ class Router:
 
         Args:
             folder: Folder of the router.
-            allow_servers: URLs of servers that its rankers may send texts to.
+            allow_servers: URLs of servers that the router's rankers may send texts to.
 
         Raises:
             SkilltrainError: There is no router, its files are incomplete or damaged, a model has
-                changed, or its rankers name another server.
+                changed, or a ranker uses a server that is not in `allow_servers`.
         """
         index = Index.open(path_of(folder, "folder"))
         check_servers(index.system, allow_servers, index.folder.parent)
         router = cls.__new__(cls)
         router._allow_servers = allow_servers
-        router._current = _open(index, {})
+        router._current = _open(index, models={})
         return router
 
     @property
@@ -217,12 +225,14 @@ class Router:
             probabilities = calibrator.probabilities(trace).tolist()
 
         skills = []
-        for rank, probability in enumerate(probabilities[:k], 1):
+        for rank, probability in enumerate(probabilities[:k], 1):  # a trace may have more skills
             skills.append(pool.routed_skill(query, trace, rank, probability))
-        if calibrator is None:
-            return Answer(tuple(skills), fits=bool(skills), num_likely=None)
-        has_right_skill = calibrator.answers(trace)
-        num_likely = calibrator.num_likely(trace)
+
+        has_right_skill = bool(skills)
+        num_likely: int | None = None
+        if calibrator:
+            has_right_skill = calibrator.answers(trace)
+            num_likely = calibrator.num_likely(trace)
         return Answer(tuple(skills), fits=has_right_skill, num_likely=num_likely)
 
     def trace(self, task: str, without: Collection[str] = ()) -> Trace:
@@ -248,11 +258,10 @@ class Router:
             Counts of all, new, changed and gone skills.
 
         Raises:
-            SkilltrainError: The router has no folder, another process is writing, or one has
-                replaced the index that the contents were derived from.
+            SkilltrainError: The router has no folder, another process is writing, or another
+                process has replaced the index that the `Contents` were made from.
         """
-        # A list of all skills replaces whatever is there now. Contents must still belong to the
-        # current index, so that they do not undo the change of another process.
+        # `Contents` were made from the index that is open now, so it is not loaded again.
         if not isinstance(skills, Contents):
             self.refresh()
         current = self._current
@@ -276,10 +285,10 @@ class Router:
         pool = self._current
         if pool.index is None or pool.index.is_current():
             return False
-        newer = Index.open(pool.index.folder.parent)
-        check_servers(newer.system, self._allow_servers, newer.folder.parent)
-        has_same_models = newer.record.models == pool.index.record.models
-        self._current = _open(newer, pool.models if has_same_models else {})
+        new_index = Index.open(pool.index.folder.parent)
+        check_servers(new_index.system, self._allow_servers, new_index.folder.parent)
+        has_same_models = new_index.record.models == pool.index.record.models
+        self._current = _open(new_index, models=pool.models if has_same_models else {})
         return True
 
 
@@ -288,9 +297,10 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
 
     Args:
         state: Rankers' settings and skills.
-        models: Open models by the rankers' `key`, from an earlier call for the same router. Models
-            that have to be opened are added.
+        models: Open models by the rankers' `key`, which an earlier call for the same router has
+            checked. It is empty in the first call. Models that have to be opened are added.
     """
+    is_first_opening = not models
     index: Index | None = None
     stored_parts: Mapping[str, Any] = {}  # what rankers have stored about the pool
     router_folder: Path | None = None
@@ -298,7 +308,7 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         index = state
         stored_parts = index.stored_parts
         router_folder = index.folder.parent
-        if not models:  # else the earlier call has checked them
+        if is_first_opening:
             index.check_models()
     check_rankers(state.system)
 

@@ -260,6 +260,7 @@ class Methods:
     async def get_skill(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
         """Answer skills/get: the entry of a skill."""
         entries = await self._run_request("skills/get", self._service.entries, params.uri)
+        # A skill that does not follow the Agent Skills specification has no entry.
         if not entries:
             raise _invalid_params(
                 "Agent Skills do not allow its name or description; load_skill reads it"
@@ -287,13 +288,20 @@ class Methods:
         raise _invalid_params("this server has no prompts")
 
     async def _run_request(
-        self, name: str, work: Callable[..., ResultT], *arguments: Any
+        self, name: str, work: Callable[..., ResultT], uri_or_start: Any, *arguments: Any
     ) -> ResultT:
-        """Run `work(*arguments)` as the request `name`. A SkilltrainError becomes an MCPError."""
+        """Run a request in a thread. A SkilltrainError becomes an MCPError.
+
+        Args:
+            name: Name of the request.
+            work: Function that answers the request.
+            uri_or_start: First argument of `work`: a URI, or the start of a page. Errors hold it.
+            arguments: Further arguments of `work`.
+        """
         try:
-            return await self._service.run_timed(name, work, *arguments)
+            return await self._service.run_timed(name, work, uri_or_start, *arguments)
         except SkilltrainError as error:
-            raise _invalid_params(str(error), arguments[0]) from error
+            raise _invalid_params(str(error), uri_or_start) from error
 
 
 def _answer_tool(service: Service, name: str, arguments: dict[str, Any]) -> Any:
@@ -484,7 +492,7 @@ def say_url(host: str, port: int, access: Access) -> None:
     """Print the address of the HTTP server, and how Claude Code connects to it."""
     name = f"[{host}]" if ":" in host else host
     if name not in access.hosts:
-        name = min(access.hosts)  # clients may use only these names
+        name = min(access.hosts)  # any allowed name will do; this is the first in sorted order
     url = f"http://{name}:{port}"
     say(f"serving {url} (MCP: {url}/mcp); stop with Ctrl-C")
     header = " --header 'Authorization: Bearer TOKEN'" if access.token else ""

@@ -147,15 +147,7 @@ class Page(NamedTuple):
 
 
 class Service:
-    """A router that answers clients.
-
-    Args:
-        router: Router to ask.
-        flagged: `mark` shows the flags of the safety screening; `withhold` hides flagged skills.
-        log: Log of all answers, if any.
-        shows_folders: Whether answers have the folders of skills. False unless all clients are on
-            this machine.
-    """
+    """A router that answers clients."""
 
     def __init__(
         self,
@@ -164,7 +156,16 @@ class Service:
         log: RouteLog | None,
         shows_folders: bool = False,
     ) -> None:
-        """Create the service, with metrics of its requests for Prometheus."""
+        """Create the service, with metrics of its requests for Prometheus.
+
+        Args:
+            router: Router to ask.
+            flagged: What to do with skills flagged by the safety screening. `mark` shows the flags;
+                `withhold` hides the skills.
+            log: Log of all answers, if any.
+            shows_folders: Whether answers have the folders of skills. Set it only if all clients
+                are on this machine.
+        """
         self.router = router
         self.flagged = flagged
         self.log = log
@@ -241,9 +242,9 @@ class Service:
         """Return the skill whose SKILL.md has a URI.
 
         Raises:
-            SkilltrainError: There is none, or it is withheld.
+            SkilltrainError: No skill has the URI, or the skill is withheld.
         """
-        skill = find_skill(uri, self.router.skills)
+        skill = find_skill(uri, self.router.skills)  # also finds it by the URI of another file
         if skill is None or skill_uri(skill) != uri or self._is_withheld(skill):
             raise _unknown_uri(uri)
         return skill
@@ -278,7 +279,7 @@ class Service:
         if folder is not None:
             lines.append(f"Folder of its files: {folder}")
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
-        return "\n".join([*lines, fenced(untrusted_text(text, len(text)))])
+        return "\n".join([*lines, fenced(untrusted_text(text, max_chars=len(text)))])
 
     def page(self, start: int, describe: Callable[[Skill], Entries]) -> Page:
         """Return one page of a list of skills, or of their files. Withheld skills are left out.
@@ -415,26 +416,28 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
 def skill_uri(skill: Skill) -> str:
     """Return the URI of a skill: `skill://ID/SKILL.md`, or `skill://by-id/ID/NAME/SKILL.md`.
 
-    SEP-2640 demands that the part before SKILL.md is the skill's name. The second form is for ids
-    that do not end in the name. Skills whose name Agent Skills do not allow have the first form.
+    SEP-2640 demands the skill's name before SKILL.md. So the second form is for ids that do not end
+    in the name. Skills that do not follow the Agent Skills specification have the first form.
     """
     path = skill.skill_id
-    if _is_agent_skill(skill) and path.rpartition("/")[2] != skill.name:
+    if _follows_specification(skill) and path.rpartition("/")[2] != skill.name:
         path = f"{_BY_ID}{path}/{skill.name}"
     return f"{URI_SCHEME}{quote(path)}{_URI_FILE}"
 
 
 def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
-    """Return the skill in whose folder a file is, or None.
+    """Return the skill that a file belongs to, or None.
 
     Args:
-        uri: URI of the file. It begins with the URI of the skill without `SKILL.md`.
+        uri: URI of the file, which is in the skill's folder or in a folder inside it.
         skills: Skills by id.
     """
     folder = uri[:_MAX_URI_CHARS]
     while "/" in folder:
         folder = folder.rpartition("/")[0]
         path = unquote(folder.removeprefix(URI_SCHEME))
+        # The path is the skill's id ("docs/pdf-merge"), or has the id and the name
+        # ("by-id/docs/17/pdf-merge").
         id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
         for skill_id in (path, id_before_name):
             skill = skills.get(skill_id)
@@ -465,9 +468,9 @@ def skill_files(skill: Skill) -> dict[str, bytes]:
 def skill_entries(skill: Skill) -> Entries:
     """Return the entry of a skill as a list: URI, front matter and manifest of its files.
 
-    The list is empty if Agent Skills do not allow the skill.
+    The list is empty if the skill does not follow the Agent Skills specification.
     """
-    if not _is_agent_skill(skill):
+    if not _follows_specification(skill):
         return []
     manifest = []
     for uri, content in skill_files(skill).items():
@@ -477,7 +480,7 @@ def skill_entries(skill: Skill) -> Entries:
     return [entry]
 
 
-def _is_agent_skill(skill: Skill) -> bool:
-    """Return whether Agent Skills allow the name and the description."""
+def _follows_specification(skill: Skill) -> bool:
+    """Return whether the Agent Skills specification allows the name and the description."""
     has_valid_name = _NAME.fullmatch(skill.name) and len(skill.name) <= _MAX_NAME_CHARS
     return bool(has_valid_name) and 0 < len(skill.description) <= _MAX_DESCRIPTION_CHARS
