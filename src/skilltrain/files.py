@@ -90,6 +90,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
+        # Delete the file first. After the release, another process may lock it.
         lock_file.unlink(missing_ok=True)
         lock.release()
 
@@ -140,8 +141,8 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     If the block raises, the yielded folder is removed.
 
     Raises:
-        SkilltrainError: `folder` exists and is not empty, or does not end with a name, or another
-            process writes it, or the disk is full.
+        SkilltrainError: `folder` exists and is not empty, or does not end with a name (such as `/`
+            or `..`). Or another process writes it, or the disk is full.
     """
     staged = staging_path(folder)
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())

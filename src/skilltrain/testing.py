@@ -36,10 +36,11 @@ def check_loss(loss: Loss) -> None:
     valid = torch.arange(5) < num_valid  # [query, candidate]
     teacher_scores = torch.randn(3, 5, generator=generator)
 
-    def loss_of(cells: Any) -> Tensor:
-        return loss(ScoredBatch(scores[cells], gains[cells], valid[cells], teacher_scores[cells]))
+    def loss_of(index: Any) -> Tensor:
+        """Return the loss of the part of the batch that `index` selects."""
+        return loss(ScoredBatch(scores[index], gains[index], valid[index], teacher_scores[index]))
 
-    total = loss_of(slice(3))
+    total = loss_of(slice(3))  # all queries
     assert total.ndim == 0, "the loss is not a single number; return the sum over queries"
     (gradient,) = torch.autograd.grad(total, scores)
     assert gradient.isfinite().all(), "the loss or its gradient is not finite"

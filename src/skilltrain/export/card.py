@@ -84,13 +84,17 @@ def _check_hub_name(name: str) -> None:
 
 
 def _check_license(license: str) -> None:
-    """Raise SkilltrainError if the Hub does not know a licence."""
+    """Check that a licence is one of the Hub's licence ids.
+
+    Raises:
+        SkilltrainError: The Hub does not know the licence.
+    """
     known = _LICENSES.read_text(encoding="utf-8").split()
     if license not in known:
         name = license.lower().replace(" ", "-")
         [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0)
         problem = "is no licence id of the Hub"
-        fix = f"the nearest id is {nearest}; write other for a licence that has no id"
+        fix = f"the nearest id is {nearest}; write 'other' for a licence that has no id"
         raise SkilltrainError("invalid-license", problem, where=license, fix=fix)
 
 
@@ -172,7 +176,9 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     recipe = shareable(record.recipe)
     base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
-    data.base_model = published.base_model or data.base_model
+    # A published base model is always listed. Any other base is listed only if it is on the Hub.
+    if published.base_model:
+        data.base_model = published.base_model
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
     run_record = record_of(record.run) if record.run else {}
     variables = vars(record) | {

@@ -69,7 +69,7 @@ def write_form(folder: Path, form: Form) -> None:
         if not answers_yes_no:
             problem = "only a reranker with template.form=yes_no has this form"
             if isinstance(model, Reranker):
-                problem += "; one of form pair is a classifier already"
+                problem += "; a reranker with template.form=pair is already a classifier"
             raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
         _convert_to_classifier(folder)
 
@@ -99,15 +99,17 @@ def _convert_to_classifier(folder: Path) -> None:
         {
             "num_labels": 1,
             "pad_token_id": reranker.tokenizer.pad_token_id,
-            "use_sep_token": False,  # vLLM
-            "use_pad_token": False,  # vLLM's older name
+            # vLLM must not put a separator token between query and skill.
+            "use_sep_token": False,
+            "use_pad_token": False,  # the name of this setting in older releases of vLLM
         }
     )
 
     # Give the classifier the layers of the reranker, and the row as its output layer.
     setattr(network, network.base_model_prefix, reranker.network.base_model)
     row = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
-    output_layer = heads(network)[0]  # the only layer of its head
+    head_layers = heads(network)  # a single layer
+    output_layer = head_layers[0]
     output_layer.weight = nn.Parameter(row[None].clone())  # [1, hidden]
 
     # Delete the weights of the reranker, and its module that computes the score from two logits.

@@ -156,7 +156,8 @@ class LLM:
         Raises:
             AnswerError: The request was not sent, because the budget is used up.
             ServerError: The request failed. This is a kind of AnswerError.
-            SkilltrainError: Other requests would fail too, or too many requests in a row failed.
+            SkilltrainError: The key is wrong, for example, so that every request would fail. Or too
+                many requests in a row failed.
         """
         try:
             answer = self._ask(request)

@@ -89,8 +89,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     matrices A are random, so all ranks must call this function with the same seed.
 
     Raises:
-        SkilltrainError: The rank exceeds the width of every layer, which is the smaller number of
-            its inputs and outputs. Or a target matches no layer.
+        SkilltrainError: The rank is too large for every layer, or a target matches no layer.
     """
     # peft imports bitsandbytes, which would warn about a kernel for 4 bits that is not needed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
@@ -98,6 +97,7 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
 
     targets = _target_names(network, adapter)
     layers = [network.get_submodule(name) for name in targets]
+    # The width of a layer is the smaller number of its inputs and outputs.
     widths = [min(layer.in_features, layer.out_features) for layer in layers]
     max_rank = max(widths)
     if adapter.rank > max_rank:

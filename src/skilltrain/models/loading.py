@@ -604,9 +604,10 @@ def resolve_dtype(precision: Precision, device: torch.device) -> torch.dtype:
 
 
 def default_device() -> torch.device:
-    """Return the GPU if there is one, unless accelerate's launcher chose the CPU (cpu.yaml).
+    """Return the GPU if there is one, else the CPU.
 
-    A GPU is one of NVIDIA (`cuda`) or of Apple (`mps`).
+    The GPU may be from NVIDIA (`cuda`) or Apple (`mps`). It is not used if accelerate's launcher
+    asks for the CPU.
     """
     uses_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower()
     if uses_cpu in ("1", "y", "yes", "t", "true", "on"):

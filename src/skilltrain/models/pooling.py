@@ -196,14 +196,11 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         fault = f"it has no {pooling_folder.name}/config.json, which its modules.json names"
         raise SkilltrainError("incomplete-model", fault, where=folder, fix="give pooling")
 
-    # Newer releases write one mode or a list of modes, older ones a flag for each mode, such as
-    # pooling_mode_mean_tokens, pooling_mode_cls_token and pooling_mode_lasttoken.
+    # Newer releases write one mode or a list of modes. Older releases write a flag for each mode.
     modes = config.get("pooling_mode")
     if not modes:
         flags = [flag for flag in config if flag.startswith(_MODE_FLAG) and config[flag]]
-        # Remove the endings: mean_tokens becomes mean, cls_token cls; lasttoken has none.
-        names = [flag.removeprefix(_MODE_FLAG).removesuffix("s") for flag in flags]
-        modes = [name.removesuffix("_token") for name in names] or ["mean"]
+        modes = [_mode_of(flag) for flag in flags] if flags else ["mean"]
     if not isinstance(modes, list):
         modes = [modes]
     modes = [str(mode) for mode in modes]
@@ -214,6 +211,11 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         fix = f"give pooling: {', '.join(_POOLING_BY_MODE.values())}"
         raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
     return _POOLING_BY_MODE[modes[0]]
+
+
+def _mode_of(flag: str) -> str:
+    """Return `mean` for the flag `pooling_mode_mean_tokens`, and `cls` for `..._cls_token`."""
+    return flag.removeprefix(_MODE_FLAG).removesuffix("s").removesuffix("_token")
 
 
 def _token_limits(

@@ -173,7 +173,8 @@ def write_weights(network: Any, staging: Path, folder: Path) -> None:
     theta = (config.get("rope_parameters") or {}).get("rope_theta")
     if theta:
         config["rope_theta"] = theta  # transformers 4 reads this key, and else uses 10,000
-    if heads(network):
+    is_classifier = len(heads(network)) > 0
+    if is_classifier:
         # Without this key, vLLM and sentence-transformers 5 apply a sigmoid to the score.
         config["sentence_transformers"] = {"activation_fn": IDENTITY}
     write_json(staging / "config.json", config)

@@ -125,6 +125,7 @@ class PackedTexts:
             ends[index] = len(position_ids) - 1
         self.position_ids: Int[Tensor, "1 token"] = on_device(torch.tensor([position_ids]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
+        # A bucket is a group of continuations of similar length that share one attention call.
         self.buckets = self._make_buckets(device)
 
     def _make_buckets(self, device: torch.device) -> list[Bucket]:

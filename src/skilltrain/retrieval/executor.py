@@ -114,11 +114,8 @@ def run_ranker(
         leg_rankings = [rankings[query.query_id] for rankings in by_leg]
         ranking = config.combine(leg_rankings)
         if candidates is None:
-            # Leave out skills that match the query in no leg.
-            matches: Ranking = []
-            for leg, leg_ranking in zip(config.legs, leg_rankings, strict=True):
-                matches += leg.matches(leg_ranking)
-            matching_ids = dict(matches)
+            # Of the whole pool, return only skills that match the query.
+            matching_ids = _matching_ids(config, leg_rankings)
             ranking = [pair for pair in ranking if pair[0] in matching_ids]
         combined[query.query_id] = ranking
     seconds = (time.perf_counter() - started) / len(queries)
@@ -126,6 +123,14 @@ def run_ranker(
     combined = of_first_rank(combined)  # the rankings of the first process
     counts = getattr(legs[0], "counts", {})  # a ranker that asks a chat model has one leg
     return RankerRun(config, candidates, by_leg, combined, seconds, counts)
+
+
+def _matching_ids(config: RankerConfig, leg_rankings: Sequence[Ranking]) -> set[str]:
+    """Return the ids of the skills that match the query in at least one leg's ranking."""
+    matching_ids: set[str] = set()
+    for leg_config, leg_ranking in zip(config.legs, leg_rankings, strict=True):
+        matching_ids.update(skill_id for skill_id, _ in leg_config.matches(leg_ranking))
+    return matching_ids
 
 
 def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:

@@ -122,11 +122,12 @@ class BM25Index:
         k1: float = K1,
         b: float = B,
     ) -> None:
-        """Index `texts`. Counts of texts that are in the `previous` index are copied.
+        """Index `texts` for BM25 search.
 
         Args:
             texts: Texts to search.
-            previous: Another index, if there is one. Its k1 and b do not matter.
+            previous: An earlier index, which saves time: texts that it holds are not counted again.
+                Its k1 and b do not matter.
             k1: BM25's k1. With a low value, repetitions of a term soon add no more.
             b: BM25's b: 0 ignores the length of a text, 1 normalises by it fully.
 
@@ -136,7 +137,7 @@ class BM25Index:
         self.keys = text_keys(texts, max_tokens=0)  # texts are not cut
         self.vocabulary = Vocabulary()
         if previous is not None:
-            # The keys of `numbers` are the stems in order, so they get the same numbers again.
+            # `Vocabulary` numbers stems in the order given, so the stems keep their numbers.
             previous_stems = previous.vocabulary.numbers.keys()
             self.vocabulary = Vocabulary(previous_stems)
         counts = self._count_terms(texts, previous)  # [text, term]

@@ -159,7 +159,11 @@ def flatten_rankers(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
 
 
 def name_rankers(rankers: Iterable[RankerConfig]) -> dict[str, str]:
-    """Return a name of each ranker by its `key`, such as `dense`, and `dense 2` for the second."""
+    """Name each ranker by its label and a number, such as `dense` and `dense 2`.
+
+    Returns:
+        Name by `key` of the ranker. Rankers with the same key have one name.
+    """
     names: dict[str, str] = {}
     num_by_label: Counter[str] = Counter()
     for config in flatten_rankers(rankers):

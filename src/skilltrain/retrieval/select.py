@@ -168,6 +168,7 @@ class Chooser:
         questions = questions_of(config, llm, config.prompt, asks)
         if asks:
             estimate_cost(questions)  # prints the cost
+        # If the server is down, no query gets an answer, and a warning says so.
         outcome = ask_all(questions, drop_if_down=True)
 
         self.counts = outcome.counts()

@@ -152,6 +152,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
     path_by_step: dict[int, Path] = {}
     for path in folder.glob("step-*"):
+        # An incomplete checkpoint has another name: step-N.partial.
         step = path.name.removeprefix("step-")
         if step.isascii() and step.isdecimal():
             path_by_step[int(step)] = path
@@ -221,8 +222,8 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
 
     Args:
         module: The step module or its model. Each rank may have a part of its weights.
-        prefix: Start of the stored names of the module's weights: `model.` for the model, an empty
-            string for the step module.
+        prefix: Prefix of the names in the checkpoint: `model.` for the model, an empty string for
+            the step module. A name without the prefix does not fit the model.
         checkpoint: Folder of the checkpoint.
 
     Raises:
@@ -353,11 +354,12 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
     else:
         _restore_optimizer(optimizer, _load_tensors(folder / _optimizer_file(accelerator)))
 
-    # If each rank holds the whole model, the run may resume on more ranks than before. A new rank
-    # has no file, and keeps its current random state.
+    # A run may resume on more ranks than before, unless the ranks share the weights. A new rank has
+    # no file, and keeps its current random state.
     random_file = folder / _random_file(accelerator)
-    must_exist = accelerator.process_index == 0 or shards_weights(accelerator)
-    if must_exist or random_file.is_file():
+    may_lack_file = accelerator.process_index > 0 and not shards_weights(accelerator)
+    is_new_rank = may_lack_file and not random_file.is_file()
+    if not is_new_rank:
         random_states = load_file(random_file)
         torch.set_rng_state(random_states["cpu"])
         device = accelerator.device
@@ -376,12 +378,13 @@ def _optimizer_file(accelerator: Accelerator) -> str:
     return "optimizer.safetensors"
 
 
-def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
-    """Restore the state of the optimiser: the moments of each parameter, and its number of steps.
+def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
+    """Restore the state of the optimiser: two moments and a number of steps per parameter.
 
     Args:
         optimizer: The optimiser that the accelerator has prepared.
-        moments: This rank's part of each value, by key `<number of the parameter>.<name>`.
+        state_values: This rank's moments and numbers of steps. A key is
+            `<number of the parameter>.<name of the value>`.
 
     Raises:
         ValueError: A value is missing, or has another shape than its parameter.
@@ -391,7 +394,7 @@ def _restore_optimizer(optimizer: Any, moments: dict[str, Tensor]) -> None:
         parameters += group["params"]
 
     states: dict[int, dict[str, Tensor]] = {}
-    for key, value in moments.items():
+    for key, value in state_values.items():
         number_text, _, name = key.partition(".")
         number = int(number_text)
         if value.ndim:  # a moment; the number of steps has no dimension

@@ -43,7 +43,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     device_type = default_device().type
     on_cpu = device_type == "cpu"
     deepspeed = _is_requested("DEEPSPEED")
-    _check_backends(deepspeed)
+    _check_backends(deepspeed)  # DeepSpeed must be installed, and FSDP must have version 2
     if on_cpu:
         # Without this setting, DeepSpeed prints that it had to look for a GPU.
         os.environ.setdefault("DS_ACCELERATOR", "cpu")

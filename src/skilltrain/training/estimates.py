@@ -61,7 +61,7 @@ def measure_run(training: Training) -> dict[str, float]:
     steps = step_batches(step.data.lists, training.config)
     batches: Sequence[Batch] = [*chain.from_iterable(steps)]
     largest = largest_batch(step, batches)
-    seconds = training.probe_memory(largest)
+    seconds = training.probe_memory(largest)  # also sets the peak memory that is read below
 
     # Compute the padding of every n-th batch only, because it takes time.
     interval = max(1, len(batches) // _NUM_SAMPLED_BATCHES)

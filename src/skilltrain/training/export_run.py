@@ -58,30 +58,30 @@ def export_run(
         raise SkilltrainError("conflicting-settings", fault, where=run, fix="leave out --adapter")
 
     final_checkpoint = summary.get("checkpoint")  # None for an unfinished run
-    exported_checkpoint = final_checkpoint
+    checkpoint_name = final_checkpoint
     with staged_folder(out) as staged:
         if is_final_model and not adapter_only:
             copy_model(run, staged)
         else:
-            # If both names are None, this is the newest checkpoint.
-            source = _find_checkpoint(run, checkpoint or final_checkpoint)
-            exported_checkpoint = source.name
-            if exported_checkpoint != final_checkpoint:
+            # Without a name, take the newest checkpoint.
+            requested_name = checkpoint or final_checkpoint
+            source = _find_checkpoint(run, requested_name)
+            checkpoint_name = source.name
+            if checkpoint_name != final_checkpoint:
                 summary = {}  # it describes the final model
             save_trained(config, source, staged, summary, adapter_only)
 
         if form is not None:
             write_form(staged, form)
 
-        # Write the model card. It names the checkpoint, unless it is the final one.
+        # Write the model card. The card does not name the final checkpoint.
         if not adapter_only:
             model = open_model(staged, "meta")
             recipe = config.model_dump(mode="json")
-            is_final_checkpoint = exported_checkpoint == final_checkpoint
-            exported = None if is_final_checkpoint else exported_checkpoint
-            record = RunRecord(model.settings, recipe, summary, exported, form, run, model.network)
+            card_name = None if checkpoint_name == final_checkpoint else checkpoint_name
+            record = RunRecord(model.settings, recipe, summary, card_name, form, run, model.network)
             write_text(staged / "README.md", model_card(record, published))
-    return {"out": str(out), "stage": config.stage, "checkpoint": exported_checkpoint}
+    return {"out": str(out), "stage": config.stage, "checkpoint": checkpoint_name}
 
 
 def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
@@ -168,6 +168,7 @@ def push_model(
     if not run.is_dir():
         raise SkilltrainError("not-found", "no such folder", where=run)
     record = record_of(run)  # empty for an export
+    # An export takes no options, because it is uploaded unchanged.
     has_options = bool(form or published.license or published.reports or published.base_model)
     _check_pushable(run, record, has_options)
 

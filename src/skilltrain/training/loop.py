@@ -230,13 +230,14 @@ class Training:
             if can_probe(self.accelerator):
                 self.probe_memory(largest_batch(self.step_module, chain.from_iterable(steps)))
 
-            for batches in steps[position.step :]:
+            remaining_steps = steps[position.step :]
+            for batches in remaining_steps:
                 if self._is_patience_exhausted():
                     break
 
                 # Run and log one step.
                 self._set_learning_rate(num_steps)
-                metrics = self._update(batches)
+                metrics = self._update(batches)  # also adds 1 to `position.step`
                 position.seconds = time.monotonic() - start_time
                 metrics = {"epoch": position.step / steps_per_epoch, **metrics}
                 log.write(position.step, metrics)
@@ -344,9 +345,8 @@ class Training:
             SkilltrainError: The loss is no single number.
         """
         accelerator = self.accelerator
-        # The model returns the sum over this rank's queries. The mean over all queries needs the
-        # factor 1 / num_queries. Launchers average gradients over the ranks instead of adding them,
-        # which the factor num_processes undoes.
+        # The model returns the sum over this rank's queries, and the mean is over `num_queries`.
+        # The launcher divides the gradients by num_processes, so they are multiplied by it first.
         loss_scale = accelerator.num_processes / num_queries
 
         # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each
@@ -369,7 +369,7 @@ class Training:
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
 
-        # Here the losses of the ranks are added, so undo the factor num_processes of `loss_scale`.
+        # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
 
     def _clip_gradients(self) -> float:

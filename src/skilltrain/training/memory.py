@@ -49,20 +49,23 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
     needed_by_state = held_bytes(step)
     if device.type == "cpu":
-        needed_by_state -= weight_bytes(step)  # the weights take no available memory any more
+        # The weights are in memory already, so the available memory does not include theirs.
+        needed_by_state -= weight_bytes(step)
     # All ranks must choose the same settings, so the memory of the first rank counts.
     available = of_first_rank(available_bytes(device)) - needed_by_state
 
-    # Take the first choice below the limit, which is lower on a CPU, where other programs need
-    # memory. If none is below it, the last choice stays, and may take all available memory.
-    limit = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
+    # Take the first choice that needs at most the preferred memory, else the last choice. A CPU
+    # leaves memory for other programs.
+    preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
     needed = 0.0
     for settings in memory_choices(step.settings, config):
         step.settings = settings
         # The ranks share the batch.
         needed = activation_bytes(step, batch, bytes_per_token) / launched_ranks()
-        if needed <= limit:
+        if needed <= preferred:
             break
+
+    # The last choice may need more than the preferred memory, but not more than is available.
     if needed > available:
         problem = f"the largest batch needs {needed / GIB:.1f} GiB for activations"
         problem += f", and {max(0.0, available) / GIB:.1f} GiB are left for them"

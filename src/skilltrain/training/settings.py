@@ -73,39 +73,44 @@ class DevConfig(Config):
         return parse_measures([*DEV_MEASURES, self.metric])
 
     def check(self, kind: str, requirement: str) -> None:
-        """Check that the rankers include the model in training, and that it can change the metric.
+        """Check the rankers and the metric.
 
         Args:
             kind: Kind of ranker that the model in training must be: `dense` or `rerank`.
             requirement: Text of the error if the model in training is of another kind.
 
         Raises:
-            ValueError: The first ranker only orders candidates and cannot find skills by itself,
-                the model in training is missing or of another kind, or the metric ignores the order
-                of the candidates that the last ranker reads.
+            ValueError: The rankers or the metric cannot measure the model in training.
         """
-        # Check the rankers.
+        # The first ranker must find skills, not only order them.
         first_members = flatten_rankers(self.rankers[:1])
         if any(member.only_orders for member in first_members):
             raise ValueError(
                 "dev.rankers: the first one must find skills, "
                 "for instance {kind: saved, rankings: FOLDER}"
             )
+
+        # One ranker must be the model in training.
         members = flatten_rankers(self.rankers)
         kinds = [member.kind for member in members if member.is_in_training]
         if not kinds:
             raise ValueError("dev.rankers: none of them is the model in training (source: self)")
         if set(kinds) != {kind}:
             raise ValueError(f"dev.rankers: {requirement}")
+        self._check_metric()
 
-        # Check the metric. A reranker cannot change Recall@20, for example, by ordering 20
-        # candidates. `num_read` is the number of candidates that a ranker reads, None for all. A
-        # reranker reads as many as it keeps.
+    def _check_metric(self) -> None:
+        """Check that the last ranker can change the metric.
+
+        A reranker that orders 20 candidates cannot change Recall@20, for example.
+
+        Raises:
+            ValueError: The metric is the same for every order of the candidates.
+        """
         measure = parse_measure(self.metric)
-        last = self.rankers[-1]
-        if last.num_read is None or measure.name not in _UNORDERED_MEASURES:
-            return
-        if measure.cutoff >= last.num_read:
+        last = self.rankers[-1]  # `num_read` is its number of candidates, None for all
+        ignores_order = measure.name in _UNORDERED_MEASURES
+        if ignores_order and last.num_read is not None and measure.cutoff >= last.num_read:
             raise ValueError(
                 f"dev.metric: {self.metric} is the same for every order of {last.num_read} "
                 "candidates"

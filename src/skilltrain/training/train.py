@@ -97,28 +97,28 @@ class Train(TrainingStage):
         # Load the data and the model.
         data = load_data(self)
         contamination_counts = check_held_out(self, data)
-        step = open_step(
+        step_module = open_step(
             self,
             data,
             default_device(),
             token_cache=cache_folder("tokens"),
             sharded=shards_weights(accelerator),
         )
-        fit_into_memory(step, self.training, accelerator.device)
-        share = truncated_share(step)
+        fit_into_memory(step_module, self.training, accelerator.device)
+        share = truncated_share(step_module)
         if share:
-            max_tokens = step.model.settings.max_tokens
+            max_tokens = step_module.model.settings.max_tokens
             say(
                 f"the first {max_tokens} tokens of a skill are read: name, description and the "
                 f"start of the body. {share:.1%} of the positives are longer, which is usual. A "
                 "higher model.max_tokens reads more and takes longer"
             )
-        dev = open_dev(self.dev, step.model, self.data.pool) if self.dev else None
+        dev = open_dev(self.dev, step_module.model, self.data.pool) if self.dev else None
 
         # Train. Parameters are counted before the launcher shards them.
-        summary: Summary = {**counts_of(step), **contamination_counts}
+        summary: Summary = {**counts_of(step_module), **contamination_counts}
         run = Run(out, resume, self.model_dump(mode="json"), dev)
-        position, checkpoint = train(accelerator, step, self.training, run)
+        position, checkpoint = train(accelerator, step_module, self.training, run)
         summary |= {
             "num_steps": position.step,
             "num_queries": position.queries,

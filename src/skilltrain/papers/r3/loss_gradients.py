@@ -173,8 +173,7 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
     queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
     skills = vectors[len(batch) :].clone().requires_grad_()  # [skill, dim]
 
-    # Compute the gradient of the whole loss. The analysis runs in one process, so the local lists
-    # are all lists.
+    # Compute the gradient of the whole loss. There is one process, so its lists are the batch.
     scored = encoder_scores(
         local_lists=batch,
         batch=batch,
@@ -189,7 +188,8 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
         step.loss(scored), inputs
     )
 
-    part_names = _encoder_part_names(batch, skill_ids, scored.valid)
+    is_counted = scored.valid  # [query, skill], whether the loss counts the score
+    part_names = _encoder_part_names(batch, skill_ids, is_counted)
     yield from score_statistics(score_gradients, part_names)
 
     # A score is the product of two vectors, so d loss / d query = (d loss / d score) @ skills.

@@ -107,9 +107,9 @@ class Rejections(Stage):
     def run(self, out: Path) -> Summary:
         """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
-        The chat model writes a request for each group of skills, and judges its skills. If it
-        refuses to combine the skills, its request needs one skill only: the anchor, which is the
-        first of the group.
+        The chat model writes a request for each group of skills, and judges the skills. If the
+        skills do not fit together, the model writes a request that needs only the anchor. The
+        anchor is the first skill of the group.
 
         Raises:
             SkilltrainError: No group got a usable answer.
@@ -117,8 +117,8 @@ class Rejections(Stage):
         groups, dropped = _make_groups(self)
         earlier_requests: set[str] = set()  # `read_request` adds each new request
         max_words = 2 * self.num_words
-        read = partial(read_request, earlier_requests, max_words)
-        outcome = ask(_questions(self, self.llm, groups, read))
+        read_answer = partial(read_request, earlier_requests, max_words)
+        outcome = ask(_questions(self, self.llm, groups, read_answer))
         dropped += outcome.dropped
         if not outcome.values:
             reason = outcome.dropped[0].reason

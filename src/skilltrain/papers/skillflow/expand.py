@@ -114,6 +114,7 @@ class Expand:
         rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
         for query_id, task_id in task_of.items():
             ranking = answers[query_id]
+            # In a search of the whole pool, leave out skills that do not match the query at all.
             if candidates is None:
                 ranking = ranker_config.matches(ranking)
             rankings[task_id].append(ranking)

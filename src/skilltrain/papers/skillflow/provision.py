@@ -65,21 +65,22 @@ def provision(
         files[skill_id] = _bundled_files(skills[skill_id], flagged)
 
     # Write a folder for each query, with a folder for each skill.
-    names = {}
+    ids_by_folder: dict[str, dict[str, str]] = {}  # a dict of each query, by query id
+    num_skills = 0
     with staged_folder(out) as folder:
         for query_id, skill_ids in chosen.items():
             query_folder = folder / free_name(query_id, folder)
             query_folder.mkdir()
-            names[query_id] = {}
+            ids_by_folder[query_id] = {}
             for skill_id in skill_ids:
                 bundled = files[skill_id]
                 if bundled is not None:
                     skill = skills[skill_id]
                     target = query_folder / free_name(skill.name, query_folder)
                     write_skill(skill, target, bundled)
-                    names[query_id][f"{query_folder.name}/{target.name}"] = skill_id
-        write_json(folder / NAMES_FILE, names)
-    num_skills = sum(map(len, names.values()))
+                    ids_by_folder[query_id][f"{query_folder.name}/{target.name}"] = skill_id
+                    num_skills += 1
+        write_json(folder / NAMES_FILE, ids_by_folder)
     return {"num_skills": num_skills, "num_flagged": list(files.values()).count(None)}
 
 

@@ -33,7 +33,7 @@ def field_attention(
         model_name: Name of the reranker in a report.
 
     Returns:
-        A dict of averages over all pairs. A share is a number by field.
+        Averages over all pairs. Each share is a dict of a number by name of the field.
 
         - `model`: name of the reranker.
         - `layers`: share of attention in each layer.

@@ -252,8 +252,9 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
         fix = "it needs plans.parquet"
         raise SkilltrainError("missing-table", problem, where=config.benchmark, fix=fix)
 
-    hidden = read_pool(config.held_out) if config.held_out else []
-    skills = {skill.skill_id: skill for skill in [*pool, *hidden]}
+    # Held-out skills may be gold skills, but the planners cannot find them.
+    held_out = read_pool(config.held_out) if config.held_out else []
+    skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
     benchmark = check_pool(benchmark, skills)
     for task in benchmark.tasks:
         for step in task.steps:
@@ -261,9 +262,10 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
                 problem = f"skill '{step.skill_id}' of a step is not in the pool"
                 raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
 
-    hidden_ids = {skill.skill_id for skill in hidden}
-    visible = [skill for skill in pool if skill.skill_id not in hidden_ids]
-    return benchmark, skills, visible
+    # The pool may hold some of the held-out skills.
+    held_out_ids = {skill.skill_id for skill in held_out}
+    findable = [skill for skill in pool if skill.skill_id not in held_out_ids]
+    return benchmark, skills, findable
 
 
 def _results(
