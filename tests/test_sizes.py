@@ -31,8 +31,10 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # one token. ROOM lets a contribution pass. A change that needs more raises the budget in the same
 # commit and says why.
 # The plan was 140, 15 and 22. In the core, plug-ins of ten kinds, provenance, formats, error codes
-# and plain code took 11 more. The first hour with one's own skills may add 5, serving 2 of them.
-BUDGETS = {"core": 151, "serving": 17, "papers": 22}
+# and plain code took 11 more. The first hour with one's own skills took 8 more: requests from own
+# texts, the Python API, checks of damaged files, screening and the model card in the core;
+# calibration, files of skills and their resources in serving.
+BUDGETS = {"core": 157, "serving": 20, "papers": 22}
 ROOM = 1.05
 FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # Python 3.12 and newer
 FSTRING_END = getattr(tokenize, "FSTRING_END", -1)
