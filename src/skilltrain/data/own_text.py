@@ -50,6 +50,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     Returns:
         At most `count` queries, and the skill without their passages.
     """
+    # Choose passages without which the description still says what the skill is for.
     passages = _shuffled_passages(skill, seed)
     chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
     description = skill.description
@@ -113,14 +114,14 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
     """
     heading = ""  # of the section that the line is in
     list_intro = ""  # sentence in front of the list that the line is in
-    is_overview = True  # whether no line of the overview was read yet
+    awaits_overview = True  # the next line with text is the first line of the overview
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
         heading_match = _HEADING.match(line.strip())
         if heading_match:
             heading = heading_match[2] or heading_match[3]
             list_intro = ""
             is_title = heading_match[1] == "#"
-            is_overview = is_title or pattern("overview").search(heading) is not None
+            awaits_overview = is_title or pattern("overview").search(heading) is not None
             continue
         if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
@@ -131,9 +132,10 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
         if pattern("when_to_use").search(context):
             kind = "use"
             passages = list(passages_of(line, skill.name, is_about_use=True))
-        elif is_overview or pattern("features").search(context):
+        elif awaits_overview or pattern("features").search(context):
             passages = list(passages_of(line, skill.name))
-        is_overview = is_overview and not line.strip()
+        if line.strip():
+            awaits_overview = False
 
         if pattern("negated").search(f"{context} {line}"):
             continue
@@ -188,17 +190,17 @@ def _is_description(paragraph: str) -> bool:
 
 
 def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
-    """Remove a passage, and clauses that repeat its request, from a description.
-
-    The whole sentence is removed if the others say what the skill is for.
-    """
-    remaining = description
+    """Remove a passage, and clauses that repeat its request, from a description."""
+    # Remove the whole sentence of the passage, if the other sentences say what the skill is for.
+    other_sentences = description
     for sentence in sentences_of(description):
         if passage.text in sentence:
-            remaining = remaining.replace(sentence, "")
-    remaining = _without_repeats(remaining, passage.request).strip()
-    if _says_purpose(remaining, skill):
-        return remaining
+            other_sentences = other_sentences.replace(sentence, "")
+    other_sentences = _without_repeats(other_sentences, passage.request).strip()
+    if _says_purpose(other_sentences, skill):
+        return other_sentences
+
+    # Otherwise remove only the passage.
     remaining = _without_repeats(description.replace(passage.text, ""), passage.request)
     return _LOOSE_SIGNS.sub("", remaining)
 

@@ -344,10 +344,12 @@ def _from_own_text(
     texts_by_skill: dict[str, list[str]] = {}
     owners_by_text: dict[str, list[str]] = defaultdict(list)  # skill ids by casefolded query
     for skill_id in dict.fromkeys(query.skill_id for query in planned):
-        texts_by_skill[skill_id], pool[skill_id] = own_queries(
+        texts, remaining_skill = own_queries(
             pool[skill_id], config.num_queries_per_skill, config.seed
         )
-        for text in texts_by_skill[skill_id]:
+        texts_by_skill[skill_id] = texts
+        pool[skill_id] = remaining_skill  # without the passages
+        for text in texts:
             owners_by_text[text.casefold()].append(skill_id)
 
     values: list[tuple[PlannedQuery, str]] = []

@@ -118,7 +118,7 @@ class Calibrate(Stage):
         if self.masked_pool is not None:
             router = _without_passages(router, tasks, self.masked_pool)
 
-        # Route all requests. Both cases of a query are in the same fold.
+        # Route all requests. `route_tasks` makes two cases of each query. Both are in one fold.
         cases = route_tasks(router, tasks)
         task_folds = assign_folds(tasks, self.folds, self.seed)
         unserved_cases = route_unserved(router, GENERAL_REQUESTS, "general")
@@ -329,6 +329,7 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
 
     def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
         """Return the penalized cross-entropy and its gradient at weights and intercept."""
+        # For a logit z and a label y of 0 or 1, the cross-entropy is log(1 + e^z) - y z.
         logits = scaled @ values  # [row]
         positive_logits = logits[labels]  # of the positive rows
         entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(rows)
@@ -351,7 +352,7 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
 
 
 def bound(values: np.ndarray, level: float) -> float:
-    """Return the lower bound that the value of a new query reaches with the probability `level`.
+    """Return a lower bound for the value of a new query, which holds with the probability `level`.
 
     The probability is at least `level`. The bound is the (n + 1)(1 - level)-th lowest of the n
     values, or 0 if there are too few. Source: split conformal prediction (Angelopoulos and Bates
