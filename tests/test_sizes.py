@@ -53,8 +53,9 @@ UNPICKLERS = {"pickle", "cloudpickle", "dill", "joblib", "torch"}
 
 # The brackets keep these patterns from matching this file.
 REGISTRY = re.compile(
-    r"py[p]i\.org|python[h]osted\.org|registry\.n[p]mjs\.org"
-    r"|deb\.deb[i]an\.org|download\.py[t]orch\.org"
+    # A dot may be escaped, as in a regular expression.
+    r"py[p]i\\?\.org|python[h]osted\\?\.org|registry\\?\.n[p]mjs\\?\.org"
+    r"|deb\\?\.deb[i]an\\?\.org|download\\?\.py[t]orch\\?\.org"
 )
 MACHINE_PATH = re.compile(
     r"(?<![\w.~}*-])/(?:work|root|farm|home|Users|tmp/venv\d?|opt/(?:wheels|pypi)[\w-]*)/"

@@ -89,10 +89,10 @@ def _check_license(license: str) -> None:
     Raises:
         SkilltrainError: The Hub does not know the licence.
     """
-    known = _LICENSES.read_text(encoding="utf-8").split()
-    if license not in known:
+    license_ids = _LICENSES.read_text(encoding="utf-8").split()
+    if license not in license_ids:
         name = license.lower().replace(" ", "-")
-        [nearest] = difflib.get_close_matches(name, known, n=1, cutoff=0)
+        [nearest] = difflib.get_close_matches(name, license_ids, n=1, cutoff=0)
         problem = "is no licence id of the Hub"
         fix = f"the nearest id is {nearest}; write 'other' for a licence that has no id"
         raise SkilltrainError("invalid-license", problem, where=license, fix=fix)

@@ -150,8 +150,9 @@ class Calibrate(Stage):
             gold_ids = set(_gold_ids(benchmark.tasks))
             benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
         tasks = benchmark.tasks
-        drawn = np.random.default_rng(self.seed).permutation(len(tasks))[: self.max_queries]
-        return [tasks[position] for position in sorted(drawn.tolist())]
+        shuffled = np.random.default_rng(self.seed).permutation(len(tasks))
+        positions = shuffled[: self.max_queries].tolist()
+        return [tasks[position] for position in sorted(positions)]
 
 
 class Case(NamedTuple):
@@ -171,12 +172,12 @@ class Case(NamedTuple):
 
     @property
     def first_is_right(self) -> bool:
-        """Whether the first skill serves the request."""
+        """True if the first skill serves the request."""
         return any(self.is_right[:1])
 
     @property
     def is_found(self) -> bool:
-        """Whether one of the first skills serves the request."""
+        """True if one of the first `_MAX_RANK` skills serves the request."""
         return any(self.is_right[:_MAX_RANK])
 
 

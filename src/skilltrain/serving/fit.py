@@ -86,7 +86,7 @@ class RouterComparison:
 
     @property
     def is_better(self) -> bool:
-        """Whether the trained router is to replace the untrained one.
+        """True if the trained router is to replace the untrained one.
 
         With many queries it must not be worse. With few queries it must be significantly better.
         """

@@ -216,7 +216,7 @@ class NormalizedText:
 
     @cached_property
     def is_about_security(self) -> bool:
-        """Whether name or description say that the skill is about attacks, so it may show some."""
+        """True if name or description say that the skill is about attacks. It may show some."""
         topic = f"{self.skill.name} {self.skill.description}" if self.skill else ""
         return bool(_SECURITY_TOPIC.search(topic.lower()))
 
