@@ -1,6 +1,17 @@
 """Finds a model by folder, Hub id or package, and loads its settings, tokenizer and weights.
 
 Every weight of a loaded network comes from the model's files, except a new head in training.
+
+Notes:
+    - Offline, the cache may lack files, and without a settings file the results would differ.
+    - If the cache has a list of the model's files, `snapshot_download` compares the files with it.
+    - transformers makes lists as long as config.json declares; an invented length would take all
+      memory. So declared lengths are checked before transformers reads config.json.
+    - Loading a model never shows a progress bar, so transformers' bars are off for good.
+    - A damaged file or contradicting sizes in config.json can cause any exception.
+    - Weights on the CPU are mapped from the file, and a process crashes if a mapped file shrinks.
+    - A network without a head ignores the head in the files, and may lack its unused pooler.
+    - Attention dropout is slow on a CPU. An unused pooler gets no gradient, so DDP would stop.
 """
 
 import functools
@@ -84,12 +95,8 @@ def resolve_model(source: str, weights: bool = True) -> Path:
     """Return the folder of a model, and download the model from the Hub if necessary.
 
     Args:
-        source: A folder, a Hub id owner/name, or package:NAME, which is the folder `model` of an
-            installed package.
-        weights: Whether to download the weights too, or only the settings and the tokenizer.
-
-    Raises:
-        SkilltrainError: There is no such model, or its folder is not a complete model.
+        source: A folder, a Hub id owner/name, or package:NAME of an installed package.
+        weights: Whether to download the weights too.
     """
     if source.startswith("package:"):
         folder = _package_folder(source)
@@ -115,8 +122,8 @@ def model_fingerprint(source: str) -> str:
         if file.suffix not in _MODEL_SUFFIXES:
             continue
         name = file.relative_to(folder).as_posix()
-        # Leave out the files of a training run in the same folder.
-        if name != _RUN_FILE and not name.startswith("checkpoints"):
+        belongs_to_training_run = name == _RUN_FILE or name.startswith("checkpoints")
+        if not belongs_to_training_run:
             digest.update(f"{name} {fingerprint(file)}".encode())
     return digest.hexdigest()
 
@@ -142,22 +149,33 @@ def _package_folder(source: str) -> Path:
 
 @functools.cache
 def _download(source: str, weights: bool) -> Path:
-    """Download a model from the Hub to the cache, or find it there, and return its folder.
+    """Download a model from the Hub, or find it in the cache, and return its folder.
 
     Args:
         source: Hub id owner/name.
         weights: Whether to download the weights too.
-
-    Raises:
-        SkilltrainError: It is no Hub id, or neither the Hub nor the cache has the model.
     """
+    from huggingface_hub import get_cached_repo_tree
+    from huggingface_hub.errors import CachedRepoTreeNotFoundError
+
+    patterns = [*_SETTINGS_PATTERNS, "*.safetensors"] if weights else _SETTINGS_PATTERNS
+    folder = _download_files(source, patterns)
+    try:
+        get_cached_repo_tree(source)  # checks that it exists
+    except CachedRepoTreeNotFoundError:
+        say(f"{source}: cannot ask the Hub which files the model has; using those in the cache")
+    HUB_REVISIONS[source] = folder.name  # hash of the commit
+    return folder
+
+
+def _download_files(source: str, patterns: list[str]) -> Path:
+    """Download the files of a model that match the patterns, and return their folder."""
     import httpx2
-    from huggingface_hub import get_cached_repo_tree, snapshot_download
-    from huggingface_hub.errors import CachedRepoTreeNotFoundError, HFValidationError
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
-    patterns = [*_SETTINGS_PATTERNS, "*.safetensors"] if weights else _SETTINGS_PATTERNS
     try:
         folder = snapshot_download(
             source, allow_patterns=patterns, ignore_patterns=_UNUSED_PATTERNS
@@ -170,15 +188,6 @@ def _download(source: str, weights: bool) -> Path:
         reason = printable(str(error), 300)
         fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
         raise SkilltrainError("download-failed", fault, where=source) from error
-
-    # Offline, some files may be missing in the cache, and a missing settings file would change the
-    # results. If the cache has a list of the model's files, `snapshot_download` has compared the
-    # files with it already. So only find out whether there is a list, and warn the user if not.
-    try:
-        get_cached_repo_tree(source)
-    except CachedRepoTreeNotFoundError:
-        say(f"{source}: cannot ask the Hub which files the model has; using those in the cache")
-    HUB_REVISIONS[source] = Path(folder).name  # the folder is named by the commit
     return Path(folder)
 
 
@@ -254,26 +263,27 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
         encoder, reranker or None (unknown), and the settings: empty for models of other programs.
     """
     file = folder / CHECKPOINT_FILE
-    if file.is_file():
-        record = read_json(file)
-        # Check the version of the format of skilltrain.json.
-        MODEL.check(record, file, fix="export the model again")
-        has_settings = isinstance(record, dict) and isinstance(record.get("settings"), dict)
-        if not has_settings or "kind" not in record:
-            fault = "is no record of a skilltrain model"
-            raise SkilltrainError("not-a-model", fault, where=file, fix="export the model again")
-        return str(record["kind"]), record["settings"]
+    if not file.is_file():
+        return _foreign_kind(folder), {}
+    record = read_json(file)
+    MODEL.check(record, file, fix="export the model again")  # version of the format
+    has_settings = isinstance(record, dict) and isinstance(record.get("settings"), dict)
+    if not has_settings or "kind" not in record:
+        fault = "is no record of a skilltrain model"
+        raise SkilltrainError("not-a-model", fault, where=file, fix="export the model again")
+    return str(record["kind"]), record["settings"]
 
-    # A model of another program: its architecture or its sentence-transformers modules may tell the
-    # kind.
+
+def _foreign_kind(folder: Path) -> Kind | None:
+    """Return the kind of another program's model. None if its files do not say the kind."""
     architectures = str(read_json_object(folder / "config.json").get("architectures"))
     modules_file = folder / "modules.json"
     modules = str(read_json(modules_file)) if modules_file.is_file() else ""
     if "SequenceClassification" in architectures or "LogitScore" in modules:
-        return "reranker", {}
+        return "reranker"
     if "Pooling" in modules:
-        return "encoder", {}
-    return None, {}
+        return "encoder"
+    return None
 
 
 def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) -> Any:
@@ -282,20 +292,17 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
     Args:
         auto_class: A class of transformers, such as AutoTokenizer.
         folder: Folder of the model.
-        part: Name of the part that is loaded, for the error.
+        part: Name of the loaded part, for errors.
         **options: Further arguments of `from_pretrained`.
-
-    Raises:
-        SkilltrainError: Loading failed for any reason.
     """
     from transformers.utils import logging
 
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()  # for good: loading a model never shows a bar
+    logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
         return auto_class.from_pretrained(str(folder), trust_remote_code=False, **options)
-    except Exception as error:  # a damaged file can cause any exception
+    except Exception as error:  # from a damaged file
         message = printable(str(error), 300) or type(error).__name__
         raise SkilltrainError(
             "unreadable-model", f"cannot load the {part}: {message}", where=folder
@@ -305,28 +312,24 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
 
 
 def load_model_config(folder: Path) -> Any:
-    """Load config.json, and check that the network it describes fits the weights in the files.
-
-    The check needs no memory for a network.
+    """Load config.json, and check that its network fits the weights in the files.
 
     Raises:
-        SkilltrainError: The safetensors files are damaged, or config.json describes a network with
-            many more weights than they have.
+        SkilltrainError: The files are damaged, or have far fewer weights than the network.
     """
     from transformers import AutoConfig, AutoModel
 
-    sizes = _tensor_sizes(folder)  # number of weights in each tensor of the files
+    sizes = _tensor_sizes(folder)
     _check_declared_counts(folder, sizes)
     config = load_pretrained(AutoConfig, folder, "model configuration")
     try:
         with torch.device("meta"):
             network = AutoModel.from_config(config, trust_remote_code=False)
-    except Exception as error:  # sizes that contradict each other can cause any exception
+    except Exception as error:  # from contradicting sizes
         raise _weights_mismatch(folder, printable(str(error), 200)) from error
 
     num_described = network.num_parameters()
     num_stored = sum(sizes)
-    # Some more are allowed: a pooler or a new head may be missing in the files.
     if num_described > _MAX_DESCRIBED_PER_STORED * num_stored:
         reason = f"it describes {num_described:,} weights, there are {num_stored:,}"
         raise _weights_mismatch(folder, reason)
@@ -334,17 +337,14 @@ def load_model_config(folder: Path) -> Any:
 
 
 def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
-    """Check that config.json does not declare more layers or labels than the weights can have.
-
-    transformers creates lists of these lengths when it reads config.json, so an invented number
-    would take all memory.
+    """Check that config.json declares no more layers or labels than the weights can have.
 
     Args:
         folder: Folder of the model.
         sizes: Number of elements of each tensor in the weight files.
     """
-    # A layer has at least one tensor, and a label at least one element.
-    limits: dict[str, int] = dict.fromkeys(_LAYER_COUNT_KEYS, len(sizes))
+    num_tensors = len(sizes)  # at least one per layer
+    limits: dict[str, int] = dict.fromkeys(_LAYER_COUNT_KEYS, num_tensors)
     limits["num_labels"] = sum(sizes)
     config = read_json_object(folder / "config.json")
     nested_sections = [value for value in config.values() if isinstance(value, dict)]
@@ -356,10 +356,10 @@ def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
 
 
 def _tensor_sizes(folder: Path) -> list[int]:
-    """Read the number of elements of each tensor from the headers of the safetensors files."""
-    # A single file takes precedence over the files of an index.
+    """Return the number of elements of each tensor in a model's safetensors files."""
     names = _shard_names(folder)
-    if not names or (folder / _WEIGHTS_FILE).is_file():
+    has_single_file = (folder / _WEIGHTS_FILE).is_file()
+    if has_single_file or not names:
         names = [_WEIGHTS_FILE]
 
     sizes = []
@@ -369,13 +369,21 @@ def _tensor_sizes(folder: Path) -> list[int]:
             raise SkilltrainError(
                 "incomplete-model", fault, where=folder, fix="only safetensors files are read"
             )
-        try:
-            with safe_open(folder / name, "pt") as tensors:
-                for key in tensors.keys():  # noqa: SIM118  it is no dictionary
-                    sizes.append(math.prod(tensors.get_slice(key).get_shape()))
-        except (OSError, SafetensorError) as error:
-            fault = f"cannot load the weights: {printable(str(error), 200)}"
-            raise SkilltrainError("unreadable-model", fault, where=folder / name) from error
+        sizes += _read_tensor_sizes(folder / name)
+    return sizes
+
+
+def _read_tensor_sizes(file: Path) -> list[int]:
+    """Read the number of elements of each tensor from the header of a safetensors file."""
+    sizes = []
+    try:
+        with safe_open(file, "pt") as tensors:
+            for key in tensors.keys():  # noqa: SIM118  not a dict
+                shape = tensors.get_slice(key).get_shape()
+                sizes.append(math.prod(shape))
+    except (OSError, SafetensorError) as error:
+        fault = f"cannot load the weights: {printable(str(error), 200)}"
+        raise SkilltrainError("unreadable-model", fault, where=file) from error
     return sizes
 
 
@@ -408,23 +416,12 @@ def load_network(
     options: Mapping[str, Any],
     new_head: bool = False,
 ) -> Any:
-    """Load a network, and check that all its weights come from the folder.
-
-    Two differences are allowed:
-
-    - The files have a head, and the network has none. The head of the files is ignored.
-    - The network has a pooler but no head, and the files lack the pooler. It is not used.
+    """Load a network, and check that its weights come from the folder.
 
     Args:
         auto_class: A model class of transformers, such as AutoModel.
-        folder: Folder of the model.
-        tokenizer: Tokenizer of the model. Each of its tokens must have an embedding.
-        options: Arguments of `from_pretrained`, from `loading_options`.
-        new_head: Whether a third difference is allowed: the network has a head, and the files lack
-            it or its pooler. What the files lack is initialised at random.
-
-    Raises:
-        SkilltrainError: The weights do not fit config.json or the tokenizer.
+        options: Arguments of `from_pretrained`.
+        new_head: Whether a missing head or pooler is initialised at random.
     """
     checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = load_pretrained(auto_class, folder, "weights", **checks, **options)
@@ -435,15 +432,10 @@ def load_network(
     }
     for fault, names in weights_by_fault.items():
         if names:
-            example = min(names)
-            raise _weights_mismatch(folder, f"{len(names)} are {fault}, such as {example}")
+            reason = f"{len(names)} are {fault}, such as {min(names)}"
+            raise _weights_mismatch(folder, reason)
 
-    # Weights on the CPU are mapped from the file, and the process would crash if the file shrank.
-    # So copy them to memory.
-    for parameter in network.parameters():
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
-
+    _copy_mapped_weights(network)
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
         fault = (
@@ -455,22 +447,20 @@ def load_network(
     return network
 
 
+def _copy_mapped_weights(network: Any) -> None:
+    """Copy weights on the CPU, which are mapped from a file, to memory."""
+    for parameter in network.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
+
+
 def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
-    """Return the names of missing weights without which the network cannot be used.
+    """Return the missing weights without which the network cannot be used.
 
     Args:
-        network: The loaded network.
-        missing: Names of its weights that the files lack.
+        missing: Names of all weights that the files lack.
         folder: Folder of the model, for errors.
-        new_head: Whether the pooler and the head may be missing.
-
-    Returns:
-        - For a network without a head: all of `missing` but the pooler, which it does not use.
-        - For a network with a head: all of `missing` if the backbone lacks weights. Else none,
-          because only the head or its pooler is missing.
-
-    Raises:
-        SkilltrainError: Only the head or its pooler is missing, and `new_head` is false.
+        new_head: Whether the head and its pooler may be missing.
     """
     if not missing:
         return set()
@@ -479,12 +469,11 @@ def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bo
     if not has_head:
         return missing_without_pooler
 
-    # If the backbone lacks weights, all missing weights are a fault.
     backbone_prefix = f"{network.base_model_prefix}."
-    if any(name.startswith(backbone_prefix) for name in missing_without_pooler):
+    in_backbone = [name for name in missing_without_pooler if name.startswith(backbone_prefix)]
+    if in_backbone:
         return missing
 
-    # Only the head or its pooler is missing.
     if not new_head:
         fault = f"its weights lack the head that gives the score: {min(missing)} is missing"
         raise SkilltrainError(
@@ -497,15 +486,13 @@ def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bo
 def _unknown_weights(network: Any, unexpected: Collection[str]) -> set[str]:
     """Return the weights in the files that the backbone should have, but does not.
 
-    If there are any, config.json describes a smaller backbone than the files hold.
-
     Args:
         network: The loaded network.
         unexpected: Names of all weights in the files that the network does not have.
     """
     prefix = f"{network.base_model_prefix}."
     modules = {name.partition(".")[0] for name, _ in network.base_model.named_parameters()}
-    unknown: set[str] = set()
+    unknown = set()
     for name in unexpected:
         module = name.removeprefix(prefix).partition(".")[0]
         if module in modules:
@@ -530,33 +517,37 @@ def loading_options(config: ModelConfig, model_config: Any, device: torch.device
 
 
 def backbone_options(model_config: Any) -> dict[str, Any]:
-    """Return the arguments of `from_pretrained` that BERT-like backbones need.
-
-    They switch off attention dropout, because it is slow on a CPU, and the pooler, because vectors
-    do not use it. It would get no gradient, and DDP would stop at the second step.
+    """Return the options that switch off a backbone's attention dropout and pooler.
 
     Args:
         model_config: The model's config.json as an object of transformers.
-    """
-    from transformers import MODEL_MAPPING
 
-    options: dict[str, Any] = {}
+    Returns:
+        Arguments of `from_pretrained`, for backbones that have these parts.
+    """
+    options = {}
     if getattr(model_config, "attention_probs_dropout_prob", None) is not None:
         options["attention_probs_dropout_prob"] = 0.0
-
-    # A configuration has one model class or several.
-    model_classes: Any = MODEL_MAPPING.get(type(model_config), ())
-    if not isinstance(model_classes, tuple | list):
-        model_classes = (model_classes,)
-    signatures = [inspect.signature(model_class) for model_class in model_classes]
-    has_pooler_option = all("add_pooling_layer" in item.parameters for item in signatures)
-    if signatures and has_pooler_option:
+    if _has_pooler_option(model_config):
         options["add_pooling_layer"] = False
     return options
 
 
+def _has_pooler_option(model_config: Any) -> bool:
+    """Return whether all model classes of a configuration have the option add_pooling_layer."""
+    from transformers import MODEL_MAPPING
+
+    model_classes: Any = MODEL_MAPPING.get(type(model_config), ())
+    if not isinstance(model_classes, tuple | list):
+        model_classes = (model_classes,)
+    for model_class in model_classes:
+        if "add_pooling_layer" not in inspect.signature(model_class).parameters:
+            return False
+    return bool(model_classes)
+
+
 def heads(network: Any) -> list[nn.Module]:
-    """Return the layers of a sequence classification model's head, without those without weights.
+    """Return the layers with weights in the head of a sequence classification model.
 
     The list is empty for other models.
     """
