@@ -1,4 +1,10 @@
-"""Encoder that maps each text to one unit vector."""
+"""Encoder that maps each text to one unit vector.
+
+Notes:
+    - A causal network needs no mask for padding on the right, because no token attends to it.
+    - Names of special tokens in a text, such as `</s>`, are tokenised like other words.
+    - A stored template has the prompts of sentence-transformers already.
+"""
 
 from collections.abc import Collection, Mapping, Sequence, Sized
 from pathlib import Path
@@ -21,7 +27,14 @@ from skilltrain.models.micro_batches import (
     micro_batches,
     model_inputs,
 )
-from skilltrain.models.pooling import Pooling, at_least_float32, foreign_settings, pool
+from skilltrain.models.pooling import (
+    DEFAULT_QUERY_TOKENS,
+    ForeignSettings,
+    Pooling,
+    at_least_float32,
+    foreign_settings,
+    pool,
+)
 from skilltrain.models.tokens import TextTokenizer
 from skilltrain.records import Skill
 from skilltrain.templates import FIELDS_SEEN, Chunks, EncoderTemplate, with_fields
@@ -36,7 +49,7 @@ class EncoderSettings(Config):
 
     pooling: Pooling = "mean"
     max_tokens: int = Field(default=256, ge=8)
-    query_max_tokens: int = Field(default=512, ge=8)
+    query_max_tokens: int = Field(default=DEFAULT_QUERY_TOKENS, ge=8)
     template: EncoderTemplate = EncoderTemplate()
     chunks: Chunks = Chunks()
 
@@ -95,7 +108,6 @@ class Encoder(nn.Module):
         self.settings = settings
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
-        # Whether every attention layer is causal.
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
         causal_flags.discard(None)  # modules without attention
         self._is_causal = causal_flags == {True}
@@ -116,16 +128,14 @@ class Encoder(nn.Module):
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Return the token ids of each text, truncated to `max_tokens` with special tokens.
 
-        The name of a special token in a text, such as `</s>`, is tokenised like any other word.
-        With last-token pooling, each text ends with a pad token. It is appended here if the
-        tokenizer does not do so.
+        With last-token pooling, each text ends with a pad token.
         """
         all_ids = self.text_tokenizer.framed_ids(texts, max_tokens)
         if self.settings.pooling == "last_token":
             end = self.tokenizer.pad_token_id
             for ids in all_ids:
                 if not ids or ids[-1] != end:
-                    del ids[max_tokens - 1 :]  # room for the pad token
+                    del ids[max_tokens - 1 :]  # room for the end
                     ids.append(end)
         return all_ids
 
@@ -205,7 +215,6 @@ class Encoder(nn.Module):
     ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
         """Return the hidden states of all tokens, and a mask that is 0 for padding."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
-        # A causal network needs no mask: padding is on the right, so no token attends to it.
         has_padding = len({len(text) for text in texts}) > 1
         attention_mask = mask if has_padding and not self._is_causal else None
         output = self.backbone(**inputs, attention_mask=attention_mask)
@@ -221,10 +230,6 @@ def load_encoder(
         config: Settings that select the encoder.
         device: Device of the encoder. On the device meta, it has shapes but no weights.
         options: Further arguments of `from_pretrained`.
-
-    Raises:
-        SkilltrainError: There is no such model, it is a reranker, its folder is not complete, or
-            the settings do not fit it.
     """
     from transformers import AutoModel
 
@@ -238,47 +243,32 @@ def load_encoder(
         )
     all_options = {**loading.loading_options(config, model_config, device), **options}
     backbone = loading.load_network(AutoModel, folder, tokenizer, all_options)
-    backbone.config.use_cache = False  # texts are never continued
+    backbone.config.use_cache = False
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
-    """Collect the settings of an encoder.
-
-    A setting that `config` leaves out comes from the model's folder: from the settings that
-    training stored, or from the files of sentence-transformers. A setting that neither `config` nor
-    the folder has takes its default.
+    """Collect the settings of an encoder from `config`, then its folder, then defaults.
 
     Args:
         folder: Folder of the model.
         config: Settings that the user chose.
         model_config: The model's config.json as an object of transformers.
-
-    Raises:
-        SkilltrainError: The model is a reranker, a limit exceeds its positions, or the windows of
-            bodies are impossible.
     """
     chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")
     if stored:
-        inherited = stored
-        query_prompt = ""  # the stored template has the prompts already
-        skill_prompt = ""
-    else:  # a model of another program
-        default_query_tokens = EncoderSettings().query_max_tokens
-        foreign = foreign_settings(folder, model_config, config.pooling, default_query_tokens)
-        inherited = foreign.settings
-        query_prompt = foreign.query_prompt
-        skill_prompt = foreign.skill_prompt
-        if model_config.model_type.startswith("qwen") and "pooling" not in inherited:
-            inherited["pooling"] = "last_token"
+        inherited = ForeignSettings(stored, "", "")
+    else:
+        inherited = foreign_settings(folder, model_config, config.pooling)
+        if model_config.model_type.startswith("qwen"):
+            inherited.settings.setdefault("pooling", "last_token")
 
-    settings = validate(EncoderSettings, inherited | chosen, folder)
-    explicit_names = {*stored, *chosen}  # settings that must not be reduced
+    settings = validate(EncoderSettings, inherited.settings | chosen, folder)
+    explicit_names = {*stored, *chosen}
     settings = _reduce_limits(settings, explicit_names, model_config, config.source)
-
     template = with_fields(settings.template, config.fields)
-    template = template.with_prompts(query_prompt, skill_prompt)
+    template = template.with_prompts(inherited.query_prompt, inherited.skill_prompt)
     settings = settings.model_copy(update={"template": template})
     _check_windows(settings, config.source)
     return settings
@@ -287,16 +277,12 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
 def _reduce_limits(
     settings: EncoderSettings, explicit: Collection[str], model_config: Any, source: str
 ) -> EncoderSettings:
-    """Reduce the token limits to the number of positions that the model has.
+    """Reduce the token limits to the model's number of positions.
 
     Args:
-        settings: Settings of the encoder.
         explicit: Names of the settings that must not change.
         model_config: The model's config.json as an object of transformers.
         source: Source of the model, for errors.
-
-    Raises:
-        SkilltrainError: An explicit limit exceeds the positions.
     """
     max_positions = loading.num_positions(model_config)
     if not max_positions:
@@ -314,14 +300,10 @@ def _reduce_limits(
 
 
 def _check_windows(settings: EncoderSettings, source: str) -> None:
-    """Check that the overlap of windows of a body is smaller than a window, and that a window fits.
-
-    Raises:
-        SkilltrainError: The overlap is too large, or a window exceeds the token limit.
-    """
+    """Check that the windows of a body overlap by less than a window, and that a window fits."""
     skill_template = settings.template.skill
-    has_body = "body" in FIELDS_SEEN[skill_template.fields]  # whether the encoder reads the body
-    if settings.chunks.windows == 1 or not has_body:
+    reads_body = "body" in FIELDS_SEEN[skill_template.fields]
+    if settings.chunks.windows == 1 or not reads_body:
         return
 
     body_chars = skill_template.body_chars

@@ -1,4 +1,20 @@
-"""Pools token vectors to one vector per text, and reads the pooling of other programs' models."""
+"""Pools token vectors to one vector per text, and reads the pooling of other programs' models.
+
+Notes:
+    - bfloat16 would round cosines to 1/256, so they are computed without autocast.
+    - In distributed training, a process may call `max_sim` without queries.
+    - `max_sim` takes one skill at a time, so that only the positions of the maxima are saved for
+      the gradient.
+    - A prompt of documents may have several names. sentence-transformers documents for
+      `encode_document` that the first one that exists is used. Its release 6.2 uses only the first
+      name, unless the caller gives another.
+    - Newer releases of sentence-transformers write one pooling mode or a list of modes, older
+      releases a flag for each mode.
+    - Without a limit of queries in the files, it is the limit of all texts, but at least our
+      default, because a query often states its task at the end. The template has limited its
+      characters already. This limit may exceed the model's positions, so the caller reduces it.
+    - sentence-transformers' limit of all texts takes precedence over the tokenizer's.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,6 +31,7 @@ from skilltrain.files import path_inside, read_json
 from skilltrain.models.loading import num_positions, read_json_object
 
 Pooling = Literal["mean", "last_token", "cls"]
+DEFAULT_QUERY_TOKENS = 512  # token limit of queries
 
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "no limit"
 _SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
@@ -26,19 +43,17 @@ _SKILL_PROMPTS = ("document", "passage", "corpus")  # names of a document's prom
 def pool(
     hidden: Float[Tensor, "text token dim"], mask: Int[Tensor, "text token"], pooling: Pooling
 ) -> Float[Tensor, "text dim"]:
-    """Return one vector per text.
+    """Return one vector per text: the first, the last or the mean vector of its tokens.
 
     Args:
         hidden: Hidden states of the tokens.
-        mask: 1 for the tokens of a text, 0 for padding. Padding is on the right.
-        pooling: Mean of all tokens, or the vector of the first (cls) or the last token.
+        mask: 1 for tokens, 0 for padding on the right.
     """
     if pooling == "cls":
         return hidden[:, 0]
     if pooling == "last_token":
-        last_positions = mask.sum(1) - 1
+        last_positions = mask.sum(1) - 1  # [text]
         return hidden[torch.arange(len(hidden), device=hidden.device), last_positions]
-    # The mean of the tokens, without padding.
     weights = mask[:, :, None].to(hidden.dtype)  # [text, token, 1]
     return (hidden * weights).sum(1) / weights.sum(1)
 
@@ -51,22 +66,19 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def max_sim(
     queries: Sequence[Float[Tensor, "_ dim"]], skills: Sequence[Float[Tensor, "_ dim"]]
 ) -> Float[Tensor, "query skill"]:
-    """Return the late-interaction score of each query and skill (ColBERT, equation 3).
+    """Return the mean over a query's tokens of the best cosine with a skill's token.
 
-    For each token of the query, take the largest cosine with a token of the skill. The score is the
-    mean of these cosines, where ColBERT takes their sum.
+    ColBERT (equation 3) takes the sum.
 
     Args:
-        queries: Unit vectors of each query's tokens. In distributed training, a process may have no
-            query.
+        queries: Unit vectors of each query's tokens.
         skills: Unit vectors of each skill's tokens.
     """
-    no_tokens = skills[0][:0]  # [0, dim], because torch.cat needs a tensor if there is no query
-    tokens = torch.cat([no_tokens, *queries])  # [token of any query, dim]
-    with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
-        # One skill at a time, so that only the positions of the maxima are saved for the gradient.
+    empty = skills[0][:0]  # [0, dim]
+    tokens = torch.cat([empty, *queries])  # [query token, dim]
+    with torch.autocast(tokens.device.type, enabled=False):
         best_cosines = [(tokens @ skill.T).max(1).values for skill in skills]
-        by_token = torch.stack(best_cosines, 1)  # [token of any query, skill]
+        by_token = torch.stack(best_cosines, 1)  # [query token, skill]
 
     if not queries:
         return by_token  # [0, skill]
@@ -109,21 +121,12 @@ class ForeignSettings(NamedTuple):
     skill_prompt: str
 
 
-def foreign_settings(
-    folder: Path, model_config: Any, pooling: Pooling | None, default_query_tokens: int
-) -> ForeignSettings:
+def foreign_settings(folder: Path, model_config: Any, pooling: Pooling | None) -> ForeignSettings:
     """Read the settings of a sentence-transformers model. There are none for other models.
 
     Args:
-        folder: Folder of the model.
         model_config: The model's config.json as an object of transformers.
-        pooling: Pooling that the user chose, if any. It replaces that of the files.
-        default_query_tokens: Our default token limit of queries. It is used if the files have no
-            limit for queries, and their limit of all texts is smaller.
-
-    Raises:
-        SkilltrainError: The model has modules, a pooling or a prompt that skilltrain does not
-            compute. Its vectors would be wrong.
+        pooling: Pooling that the user chose, if any.
     """
     if not (folder / "modules.json").is_file():
         return ForeignSettings({}, "", "")
@@ -133,9 +136,6 @@ def foreign_settings(
     config = validate(_SentenceTransformersConfig, content, folder)
     module_folders = _module_folders(config.modules, folder)
 
-    # The documents' prompt may have several names. Take the first that exists, as
-    # sentence-transformers documents it for `encode_document`. In fact its release 6.2 uses only
-    # the first name, unless the caller of that method gives another.
     prompts = {name: text for name, text in config.prompts.items() if text is not None}
     query_prompt = prompts.get("query", "")
     skill_prompt = next((prompts[name] for name in _SKILL_PROMPTS if name in prompts), "")
@@ -147,19 +147,22 @@ def foreign_settings(
         if pooling is None:
             pooling = _read_pooling(folder, pooling_folder, pooling_config)
         settings["pooling"] = pooling
-        has_prompt = query_prompt or skill_prompt
-        if has_prompt and pooling_config.get("include_prompt") is False:
-            fault = (
-                "its pooling leaves the prompt out (include_prompt: false), which an encoder here "
-                "does not compute"
-            )
-            raise SkilltrainError(
-                "unsupported-model", fault, where=folder, fix="choose another model"
-            )
+        if query_prompt or skill_prompt:
+            _check_prompt_is_pooled(pooling_config, folder)
 
     transformer_folder = module_folders.get("Transformer", folder)
-    settings |= _token_limits(folder, transformer_folder, model_config, default_query_tokens)
+    settings |= _token_limits(folder, transformer_folder, model_config)
     return ForeignSettings(settings, query_prompt, skill_prompt)
+
+
+def _check_prompt_is_pooled(pooling_config: Mapping[str, Any], folder: Path) -> None:
+    """Check that a Pooling module does not leave out the tokens of the prompt."""
+    if pooling_config.get("include_prompt") is False:
+        fault = (
+            "its pooling leaves the prompt out (include_prompt: false), which an encoder here "
+            "does not compute"
+        )
+        raise SkilltrainError("unsupported-model", fault, where=folder, fix="choose another model")
 
 
 def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]:
@@ -168,7 +171,7 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
     Raises:
         SkilltrainError: skilltrain does not compute a module, or its folder is outside `folder`.
     """
-    folders: dict[str, Path] = {}
+    folders = {}
     for module in modules:
         names = module.type.split(".")
         if names[0] != "sentence_transformers" or names[-1] not in _SUPPORTED_MODULES:
@@ -182,29 +185,21 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
 
 
 def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any]) -> Pooling:
-    """Return the pooling of a Pooling module. Its settings may be from any release.
+    """Return the pooling of a Pooling module of any release of sentence-transformers.
 
     Args:
         folder: Folder of the model.
         pooling_folder: Folder of the module.
         config: Settings of the module.
-
-    Raises:
-        SkilltrainError: There are no settings, or skilltrain does not compute this pooling.
     """
     if not config:
         fault = f"it has no {pooling_folder.name}/config.json, which its modules.json names"
         raise SkilltrainError("incomplete-model", fault, where=folder, fix="give pooling")
 
-    # Newer releases write one mode or a list of modes. Older releases write a flag for each mode.
-    modes = config.get("pooling_mode")
-    if not modes:
-        flags = [flag for flag in config if flag.startswith(_MODE_FLAG) and config[flag]]
-        modes = [_mode_of(flag) for flag in flags] if flags else ["mean"]
+    modes = config.get("pooling_mode") or _modes_of_flags(config)
     if not isinstance(modes, list):
         modes = [modes]
     modes = [str(mode) for mode in modes]
-
     if len(modes) > 1 or modes[0] not in _POOLING_BY_MODE:
         description = " + ".join(modes)
         fault = f"its pooling is {description}, which an encoder here does not compute"
@@ -213,35 +208,28 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
     return _POOLING_BY_MODE[modes[0]]
 
 
-def _mode_of(flag: str) -> str:
-    """Return `mean` for the flag `pooling_mode_mean_tokens`, and `cls` for `..._cls_token`."""
-    return flag.removeprefix(_MODE_FLAG).removesuffix("s").removesuffix("_token")
+def _modes_of_flags(config: Mapping[str, Any]) -> list[str]:
+    """Return the pooling modes whose flag is set, such as `cls` for `pooling_mode_cls_token`."""
+    modes = []
+    for flag, is_set in config.items():
+        if flag.startswith(_MODE_FLAG) and is_set:
+            name = flag.removeprefix(_MODE_FLAG)  # such as cls_token, mean_tokens
+            modes.append(name.removesuffix("s").removesuffix("_token"))
+    return modes or ["mean"]
 
 
-def _token_limits(
-    folder: Path, transformer_folder: Path, model_config: Any, default_query_tokens: int
-) -> dict[str, int]:
-    """Return the token limits of skills and queries by name of our setting.
-
-    The limit of all texts comes from sentence-transformers' settings, else from the tokenizer. It
-    is at most the number of the model's positions.
-
-    The limit of queries is the one in the files, but at most the limit of all texts. Without one,
-    it is the limit of all texts, but at least `default_query_tokens`, because a query often states
-    its task at the end. (The template has limited its characters already.) This may exceed the
-    model's positions, so the caller reduces it.
+def _token_limits(folder: Path, transformer_folder: Path, model_config: Any) -> dict[str, int]:
+    """Return the token limits of skills and queries that a model's files state.
 
     Returns:
         `max_tokens` and `query_max_tokens`. A setting without a limit is left out.
     """
-    # Find the settings of the transformer.
     content = read_json_object(transformer_folder / "sentence_bert_config.json")
     if not content:
         older_name = f"sentence_{model_config.model_type}_config.json"
         content = read_json_object(transformer_folder / older_name)
     config = validate(_SentenceTransformersConfig, content, folder)
 
-    # Find the limit of all texts.
     limit = config.max_seq_length
     if limit is None:
         tokenizer_config = read_json_object(transformer_folder / "tokenizer_config.json")
@@ -250,10 +238,9 @@ def _token_limits(
             limit = tokenizer_limit
     limit = _smallest(limit, num_positions(model_config))
 
-    # Find the limits of skills and queries.
     query_limit = _smallest(config.query_length, limit)
     if limit is not None and config.query_length is None:
-        query_limit = max(limit, default_query_tokens)
+        query_limit = max(limit, DEFAULT_QUERY_TOKENS)
     limits = {
         "max_tokens": _smallest(config.document_length, limit),
         "query_max_tokens": query_limit,
