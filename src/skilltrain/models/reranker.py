@@ -1,4 +1,21 @@
-"""Reranker that scores how relevant a skill is to a query."""
+"""Reranker that scores how relevant a skill is to a query.
+
+A causal language model scores by the logits of yes and no, any other model by a classification head
+with one output.
+
+Notes:
+    - Each call of `score_vector` makes a gradient as large as the embeddings of the whole
+      vocabulary. So a training step calls it once.
+    - bfloat16 rounds logits to steps of up to 1/32, so candidates with close scores would tie.
+      Heads and scores are therefore in float32, also under autocast.
+    - A packed micro-batch has pairs of one query only, and counts their common prompt once.
+    - With a new head, an encoder may become a reranker too, if the config has a template.
+    - In the form pair, BERT marks the second segment by token type, XLM-R has no marks.
+    - An export may replace the head of a causal model by a classification head with one row, the
+      difference of yes and no. The model is no CausalLM then, but its stored form is still yes_no.
+    - The option add_pooling_layer switches off the pooler, which a classification head needs.
+    - The default of query_max_tokens depends on max_tokens, so a new max_tokens is validated again.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -8,7 +25,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -101,8 +118,6 @@ class Reranker(nn.Module):
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
         """Group the pairs of all lists into micro-batches.
 
-        A packed micro-batch has pairs of one list only, and their common prompt counts once.
-
         Args:
             lists: Pairs of each query.
             token_budget: Maximum number of tokens of a micro-batch.
@@ -115,7 +130,7 @@ class Reranker(nn.Module):
             return micro_batches(lengths, token_budget)
 
         groups: Groups = []
-        list_start = 0  # position of the first pair of a list
+        list_start = 0
         for pairs in lists:
             if not pairs:
                 continue
@@ -140,14 +155,11 @@ class Reranker(nn.Module):
     def score_vector(self) -> Float[Tensor, "dim"] | None:
         """Return the vector whose product with the last hidden state is the score.
 
-        It is the head's row of `yes` minus its row of `no`, in float32 or wider. It is None if
-        `template.form` is `pair`. Call this only once in a training step: for each call, the
-        backward pass makes a gradient as large as the embeddings of the whole vocabulary.
+        It is in float32 or wider, and None if `template.form` is `pair`.
         """
         if self.yes_no_ids is None:
             return None
 
-        # If the model was exported with a classification head, its only row is the difference.
         head_layers = loading.heads(self.network)
         if head_layers:
             weight = next(head_layers[0].parameters())  # [1, dim]
@@ -155,7 +167,7 @@ class Reranker(nn.Module):
 
         weight = self.network.get_output_embeddings().weight  # [vocabulary, dim]
         ids = on_device(torch.tensor(self.yes_no_ids), weight.device)  # [2]
-        rows = at_least_float32(weight[ids])  # [2, dim]
+        rows = at_least_float32(weight[ids])  # [yes or no, dim]
         return rows[0] - rows[1]
 
     def forward(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
@@ -171,28 +183,23 @@ class Reranker(nn.Module):
             pairs: Pairs with or without embeddings.
             score_vector: Result of `score_vector()`. None if `template.form` is `pair`.
         """
-        # A pair in the form yes_no is one text. Its score comes from the last hidden state.
-        if score_vector is not None:
-            last = self._last_hidden(pairs)  # [pair, dim]
-            with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score
-                return at_least_float32(last) @ score_vector
+        if score_vector is None:
+            return self._classification_scores(pairs)
+        last = self._last_hidden(pairs)  # [pair, dim]
+        with torch.autocast(last.device.type, enabled=False):
+            return at_least_float32(last) @ score_vector
 
-        # In the form pair, a classification head scores two segments. BERT marks the second one,
-        # XLM-R has no marks.
-        inputs, mask = self._inputs(pairs)
+    def _classification_scores(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
+        """Return the outputs of the classification head, in float32 or wider."""
+        inputs, mask = model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
         num_segments = getattr(self.network.config, "type_vocab_size", None) or 0
         if num_segments > 1:
             starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
             positions = torch.arange(mask.shape[1], device=mask.device)
             is_second = positions >= starts[:, None]  # [pair, token]
             inputs["token_type_ids"] = is_second.long() * mask
-        return at_least_float32(self.network(**inputs, attention_mask=mask).logits[:, 0])
-
-    def _inputs(
-        self, pairs: Sequence[PairIds]
-    ) -> tuple[dict[str, Tensor], Int[Tensor, "pair token"]]:
-        """Return the padded pairs as a keyword argument of the network, and the mask."""
-        return model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
+        logits = self.network(**inputs, attention_mask=mask).logits  # [pair, 1]
+        return at_least_float32(logits[:, 0])
 
     def _last_hidden(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair dim"]:
         """Return the hidden state of each pair's last token."""
@@ -201,7 +208,7 @@ class Reranker(nn.Module):
             num_prompt = shared_prompt.num_shared([pair.ids for pair in pairs])
             packed = shared_prompt.PackedTexts(pairs, num_prompt, self.device)
             return shared_prompt.last_hidden(decoder, packed, _texts(pairs))
-        inputs, mask = self._inputs(pairs)
+        inputs, mask = model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
         output = decoder(**inputs, attention_mask=mask, use_cache=False)
         return pool(output.last_hidden_state, mask, "last_token")
 
@@ -234,47 +241,39 @@ def load_reranker(
 ) -> Reranker:
     """Load a reranker in evaluation mode.
 
-    A causal language model scores by the logits of yes and no, any other model by a classification
-    head with one output.
-
     Args:
         config: Settings that select the reranker.
-        device: Device of the reranker. On the device meta, it has shapes but no weights.
+        device: Device of the reranker. On meta, it has no weights.
         options: Further arguments of `from_pretrained`.
-        new_head: Whether a missing head is initialised at random, for training. Then an encoder may
-            become a reranker too, if `config` has a template.
-
-    Raises:
-        SkilltrainError: There is no such model, it is an encoder that must not become a reranker,
-            its folder is not complete, or the settings do not fit it.
+        new_head: Whether a missing head is initialised at random.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     folder = loading.resolve_model(config.source)
     may_convert_encoder = new_head and config.template is not None
     if may_convert_encoder and loading.is_encoder(folder):
-        stored = {}  # ignore its settings, which are those of an encoder
+        stored = {}  # ignore an encoder's settings
     else:
         stored = loading.stored_settings(folder, "reranker")
 
     model_config = loading.load_model_config(folder)
     is_causal = any("CausalLM" in name for name in model_config.architectures or [])
-    settings = _settings(config, stored, is_causal, folder)  # checks the template's form
+    settings = _settings(config, stored, is_causal, folder)
     tokenizer = loading.load_tokenizer(folder)
     settings = _reduce_limits(settings, tokenizer, model_config, config.source)
     template = with_fields(settings.template, config.fields)
     settings = settings.model_copy(update={"template": template})
 
     all_options = {**loading.loading_options(config, model_config, device), **options}
-    all_options.pop("add_pooling_layer", None)  # it switches off the pooler, which the head needs
-    if is_causal and settings.template.form == "yes_no":
+    all_options.pop("add_pooling_layer", None)  # heads need the pooler
+    if is_causal and template.form == "yes_no":
         network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:
         all_options["num_labels"] = 1
         auto_class = AutoModelForSequenceClassification
         network = loading.load_network(auto_class, folder, tokenizer, all_options, new_head)
     for layer in loading.heads(network):
-        layer.float()  # bfloat16 rounds logits to steps of up to 1/32: close candidates would tie
+        layer.float()
         layer.register_forward_pre_hook(loading.cast_to_weight_dtype)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
@@ -282,16 +281,12 @@ def load_reranker(
 def _settings(
     config: RerankerConfig, stored: dict[str, Any], is_causal: bool, folder: Path
 ) -> RerankerSettings:
-    """Collect the settings of a reranker: those of `config`, then `stored` ones, then defaults.
+    """Collect the settings of a reranker from `config`, then `stored`, then defaults.
 
     Args:
-        config: Settings that the user chose.
-        stored: Settings that training has stored; empty for other models.
+        stored: Settings from the model's training, if any.
         is_causal: Whether the model is a causal language model.
         folder: Folder of the model, for errors.
-
-    Raises:
-        SkilltrainError: The form yes_no does not fit the model.
     """
     chosen = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     values = stored | chosen
@@ -299,9 +294,7 @@ def _settings(
         values.setdefault("template", {"form": "yes_no"})
     settings = validate(RerankerSettings, values, folder)
 
-    # An export may have replaced the head of a causal model by a classification head. The model is
-    # then no CausalLM any more, but its stored form is still yes_no.
-    was_causal = stored.get("template", {}).get("form") == "yes_no"
+    was_causal = stored.get("template", {}).get("form") == "yes_no"  # before an export
     can_answer_yes_no = is_causal or was_causal
     if settings.template.form == "yes_no" and not can_answer_yes_no:
         fault = "template.form=yes_no needs a causal language model"
@@ -315,15 +308,9 @@ def _reduce_limits(
     """Reduce default token limits so that a pair fits in the model, and a skill in the pair.
 
     Args:
-        settings: Settings of the reranker.
-        tokenizer: The tokenizer of transformers.
         model_config: The model's config.json as an object of transformers.
         where: What the user named, for errors.
-
-    Raises:
-        SkilltrainError: An explicit limit is too large.
     """
-    # A pair must fit in the model's positions.
     explicit = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
@@ -331,10 +318,8 @@ def _reduce_limits(
             raise SkilltrainError(
                 "exceeds-model", f"max_tokens exceeds the model's {limit} positions", where=where
             )
-        # Validate again: the default of query_max_tokens depends on max_tokens.
         settings = RerankerSettings.model_validate({**explicit, "max_tokens": limit})
 
-    # The query must leave room for a skill.
     room = PairTokenizer(tokenizer, settings).room_for_query()
     if settings.query_max_tokens <= room:
         return settings
