@@ -5,6 +5,15 @@ share the reranker's instructions and the query. The rest of each text is its co
 position ids start at the prompt's length, and it attends to the prompt and to itself only.
 `VarlenTexts` have no prompt, and use flash attention on a GPU. Scores and gradients are the same as
 for each text alone.
+
+Notes:
+    - All continuations of a bucket use one mask. Every token attends to the whole prompt, and
+      causally to its continuation, so the mask's diagonal starts after the prompt.
+    - `PackedTexts` is not a dataclass, because FSDP2 with mixed precision would copy it.
+    - torch's flash attention needs a GPU and bfloat16, and has no dropout.
+    - `PackedTexts.attend` calls SDPA several times, and autocast would cast in each call. So
+      `shared_prompt_attention` casts queries and keys once.
+    - A decoder may fail to hand `packed` on to attention. `was_used` shows whether it did.
 """
 
 from collections.abc import Sequence, Sized
@@ -21,6 +30,8 @@ from skilltrain.models.micro_batches import Texts, on_device
 _NAME = "skilltrain_shared_prompt"
 # Continuations whose length is at least this share of the longest one are in one bucket.
 _MIN_RELATIVE_LENGTH = 0.8
+
+_CAUSAL_WINDOW = (-1, 0)  # all tokens before a token, none after it
 
 PerHead = Float[Tensor, "1 head token dim"]
 
@@ -43,31 +54,24 @@ class Bucket:
     def from_lengths(
         cls, lengths: Sequence[int], start: int, num_prompt: int, device: torch.device
     ) -> "Bucket":
-        """Make a bucket of continuations that follow each other in the row.
-
-        The row is one sequence of tokens: the common prompt, then the continuations of all texts.
+        """Make a bucket of consecutive continuations in a packed row.
 
         Args:
             lengths: Number of tokens of each continuation, longest first.
             start: Position of the first continuation in the row.
             num_prompt: Number of tokens of the prompt.
-            device: Device of the bucket.
         """
         longest = lengths[0]
         sizes = torch.tensor(lengths)[:, None]  # [text, 1]
-        firsts = start + sizes.cumsum(0) - sizes  # [text, 1], position of the first token
+        first_tokens = start + sizes.cumsum(0) - sizes  # [text, 1]
 
-        # Find the row's token for each place in the bucket. Shorter continuations are padded with
-        # their last token.
         offsets = torch.arange(longest)  # [token]
         padded_offsets = torch.minimum(offsets, sizes - 1)  # [text, token]
-        tokens = firsts + padded_offsets  # [text, token]
+        tokens = first_tokens + padded_offsets  # [text, token]
         is_real = offsets < sizes  # [text, token]
-        real_tokens = is_real.flatten().nonzero()[:, 0]  # indices into text * token
+        real_tokens = is_real.flatten().nonzero()[:, 0]  # [index]
 
-        # Every token attends to the whole prompt, and causally to its continuation. All
-        # continuations use this mask [token, num_prompt + token], whose diagonal starts after the
-        # prompt.
+        # Causal after the prompt.
         mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
         return cls(
             on_device(tokens, device), on_device(real_tokens, device), on_device(mask, device)
@@ -90,8 +94,6 @@ class Bucket:
 class PackedTexts:
     """Texts (none empty) as one row: the prompt, then every continuation, longest first.
 
-    It is not a dataclass, because FSDP2 with mixed precision would copy it.
-
     Attributes:
         num_prompt: Number of tokens of the prompt.
         order: Indices of the texts in the order of their continuations in the row.
@@ -103,39 +105,35 @@ class PackedTexts:
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
-        """Arrange texts that begin with the same prompt in one row of tokens.
-
-        The row has the prompt once, then the rest of each text (its continuation), longest first.
+        """Arrange texts in one row: their common prompt, then the rest of each text, longest first.
 
         Args:
-            texts: Token ids of the texts. Only their lengths are used.
-            num_prompt: Number of tokens of the common prompt.
+            texts: Token ids of the texts.
+            num_prompt: Number of tokens of the prompt.
             device: Device of all tensors.
         """
         self.num_prompt = num_prompt
         self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
-        self.was_used = False  # the attention of the model sets it, and `last_hidden` checks it
+        self.was_used = False
 
-        # Give each token its position in its own text.
         position_ids = [*range(num_prompt)]
-        ends = [0] * len(texts)  # position in the row of each text's last token
+        ends = [0] * len(texts)  # positions of last tokens
         for index, length in zip(self.order, self.lengths, strict=True):
             position_ids += range(num_prompt, num_prompt + length)
             ends[index] = len(position_ids) - 1
         self.position_ids: Int[Tensor, "1 token"] = on_device(torch.tensor([position_ids]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
-        # A bucket is a group of continuations of similar length that share one attention call.
         self.buckets = self._make_buckets(device)
 
     def _make_buckets(self, device: torch.device) -> list[Bucket]:
         """Divide the continuations into buckets of similar length, longest first."""
-        buckets: list[Bucket] = []
-        start = self.num_prompt  # position in the row of the first token after the prompt
+        buckets = []
+        start = self.num_prompt
         remaining = self.lengths  # longest first
         while remaining:
             min_length = _MIN_RELATIVE_LENGTH * remaining[0]
-            lengths = [length for length in remaining if length >= min_length]  # the first ones
+            lengths = [length for length in remaining if length >= min_length]
             buckets.append(Bucket.from_lengths(lengths, start, self.num_prompt, device))
             start += sum(lengths)
             remaining = remaining[len(lengths) :]
@@ -161,42 +159,39 @@ class PackedTexts:
     def attend(
         self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Compute attention of all texts, which form one row.
+        """Compute causal attention of all texts, which form one row.
 
-        The row has the common prompt of the texts, then the continuation of each text. The prompt
-        attends causally to itself. A continuation attends to the whole prompt, and causally to
-        itself.
+        The row has their common prompt, then the rest of each text.
 
         Args:
-            query: Queries of all tokens of the row.
-            key: Keys, with as many heads as the queries.
-            value: Values, with as many heads as the queries.
+            key: Keys, with as many heads as `query`. Values likewise.
             **settings: Scale and dropout of SDPA.
         """
         sdpa = torch.nn.functional.scaled_dot_product_attention
-        outputs: list[Tensor] = []  # each [head, token, dim]
-
-        # The prompt. Each of these is [1, head, prompt token, dim].
         length = self.num_prompt
-        prompt_query = query[:, :, :length]
+        prompt_query = query[:, :, :length]  # [1, head, prompt token, dim]
         prompt_key = key[:, :, :length]
         prompt_value = value[:, :, :length]
+        outputs = []  # each [head, token, dim]
         if length:
             output = sdpa(prompt_query, prompt_key, prompt_value, is_causal=True, **settings)
             outputs.append(output[0])
 
-        # The continuations. A bucket has those of similar length, which share one call.
         for bucket in self.buckets:
             queries = bucket.split_row(query)  # [text, head, token, dim]
-            keys = bucket.split_row(key)
-            values = bucket.split_row(value)
-            # Put the prompt before the continuation of each text: [text, head, key, dim].
-            num_texts = len(queries)
-            keys = torch.cat([prompt_key.expand(num_texts, -1, -1, -1), keys], 2)
-            values = torch.cat([prompt_value.expand(num_texts, -1, -1, -1), values], 2)
+            keys = _prepend(prompt_key, bucket.split_row(key))  # [text, head, key, dim]
+            values = _prepend(prompt_value, bucket.split_row(value))
             output = sdpa(queries, keys, values, attn_mask=bucket.mask, **settings)
             outputs.append(bucket.join_row(output))
         return torch.cat(outputs, 1).transpose(0, 1)[None]  # [1, token, head, dim]
+
+
+def _prepend(
+    prompt: Float[Tensor, "1 head prompt dim"], continuations: Float[Tensor, "text head token dim"]
+) -> Float[Tensor, "text head key dim"]:
+    """Put the keys or values of the prompt before those of each continuation."""
+    prompts = prompt.expand(len(continuations), -1, -1, -1)  # [text, head, prompt, dim]
+    return torch.cat([prompts, continuations], 2)
 
 
 class VarlenTexts(PackedTexts):
@@ -214,33 +209,29 @@ class VarlenTexts(PackedTexts):
     def attend(
         self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Compute attention of all texts. Each text attends causally to itself.
-
-        torch's flash attention needs a GPU and bfloat16, and has no dropout. In all other cases,
-        this method calls the slower `PackedTexts.attend`.
+        """Compute causal attention of all texts, by flash attention where possible.
 
         Args:
             query: Queries of all tokens of the row.
             key: Keys, with as many heads as the queries.
-            value: Values, with as many heads as the queries.
+            value: Values, likewise.
             **settings: Scale and dropout of SDPA.
         """
         if not query.is_cuda or value.dtype != torch.bfloat16 or settings["dropout_p"]:
             return super().attend(query, key, value, **settings)
         from torch.nn.attention.varlen import varlen_attn
 
-        starts = self.starts
-        longest = self.lengths[0]  # lengths are in descending order
+        longest = self.lengths[0]
         output: Any = varlen_attn(
             query[0].transpose(0, 1),  # [token, head, dim]
             key[0].transpose(0, 1),
             value[0].transpose(0, 1),
-            starts,
-            starts,
+            self.starts,
+            self.starts,
             longest,
             longest,
             scale=settings["scale"],
-            window_size=(-1, 0),  # causal: all tokens before a token, none after it
+            window_size=_CAUSAL_WINDOW,
         )
         return output[None]
 
@@ -250,8 +241,7 @@ def num_shared(texts: Sequence[list[int]]) -> int:
 
     It leaves at least one token of each text, so that every text has a continuation.
     """
-    # In lexicographic order, the first and the last text have the shortest beginning in common.
-    first = min(texts)
+    first = min(texts)  # in lexicographic order
     last = max(texts)
     limit = min(map(len, texts)) - 1
     for position in range(limit):
@@ -317,23 +307,18 @@ def shared_prompt_attention(
 
     Args:
         module: The attention layer.
-        query: Queries.
-        key: Keys. Several query heads may share a key head.
-        value: Values.
         attention_mask: Mask of padded texts.
-        packed: The packed texts, which are one row. None: the texts are padded, one row each.
-        **options: Scale and dropout, by the names of transformers.
+        packed: Texts in one row. None: padded texts.
+        **options: Scale and dropout, by transformers' names.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed is None:
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
-    packed.was_used = True  # `last_hidden` checks that the decoder has handed `packed` on
-    # `packed.attend` calls SDPA several times. Cast once, as autocast would do in each call.
+    packed.was_used = True
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    # Repeat the key heads, so that every query head has its own.
     heads_per_key_head = query.shape[1] // key.shape[1]
     key = key.repeat_interleave(heads_per_key_head, 1)
     value = value.repeat_interleave(heads_per_key_head, 1)
