@@ -2,6 +2,21 @@
 
 A layer with an adapter computes y = W x + (alpha / rank) B A x. LoRA freezes W, and QLoRA stores it
 in the 4-bit format NF4.
+
+Notes:
+    - Outputs do not change before the first step. The matrices A are random, so all ranks must call
+      `add_adapter` with the same seed.
+    - FSDP2 needs one number format for all trained weights. So adapters and heads are in float32.
+    - peft imports bitsandbytes, which would warn about a kernel for 4 bits that is not needed.
+    - A target is one or more whole components of a dotted name: `proj` does not match `q_proj`.
+    - A 4-bit layer is found by the name of its class, because bitsandbytes may not be installed.
+    - bitsandbytes 0.50 has a fast layout of 4-bit weights, for CPUs with bfloat16 instructions. A
+      layer changes to it at the first evaluation, and then no gradient passes through its weights.
+      So the fast layout is switched off. As a side effect, `state_dict` returns weights in it to
+      the ordinary layout.
+    - A merge adds the change in float32, and rounds only the sum to the format of the weights.
+    - peft has the target modules as a set, without a fixed order. So its config is sorted.
+    - transformers leaves `is_loaded_in_4bit` set after `dequantize`.
 """
 
 import importlib.util
@@ -84,20 +99,14 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
 def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     """Add an adapter to a network in place.
 
-    The network keeps its class and methods, and its outputs do not change before the first step.
-    The adapter trains in float32. A classification head and its pooler also train in float32. The
-    matrices A are random, so all ranks must call this function with the same seed.
-
-    Raises:
-        SkilltrainError: The rank is too large for every layer, or a target matches no layer.
+    The adapter, a classification head and its pooler train in float32. All ranks must have the same
+    seed.
     """
-    # peft imports bitsandbytes, which would warn about a kernel for 4 bits that is not needed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
     layers = [network.get_submodule(name) for name in targets]
-    # The width of a layer is the smaller number of its inputs and outputs.
     widths = [min(layer.in_features, layer.out_features) for layer in layers]
     max_rank = max(widths)
     if adapter.rank > max_rank:
@@ -111,9 +120,6 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         target_modules=targets,
         bias="none",
     )  # type: ignore[call-arg]
-
-    # On a CPU, a 4-bit layer must keep its weights in a layout through which gradients pass. Its
-    # class is known only by name, because bitsandbytes may not be installed.
     for name, module in network.named_modules():
         if type(module).__name__ == "Linear4bit":
             _keep_trainable_layout(name, module)
@@ -122,7 +128,6 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
-    # FSDP2 needs one number format for all trained weights, so the heads become float32 too.
     for head in _trained_heads(network):
         head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
 
@@ -132,20 +137,17 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
 
     Args:
         network: Network with an adapter.
-        base: Source of the model without the adapter, for the config.
-
-    Returns:
-        The config, and the weights by peft's names.
+        base: Source of the model without the adapter.
     """
     trained_heads = _trained_heads(network)
     head_names = [name for name, module in network.named_modules() if module in trained_heads]
     config = network.peft_config[_ADAPTER]
     config.base_model_name_or_path = base
     config.inference_mode = True
-    config.target_modules = sorted(config.target_modules)  # a set has no fixed order
+    config.target_modules = sorted(config.target_modules)
     config.modules_to_save = head_names or None
 
-    weights: dict[str, torch.Tensor] = {}
+    weights = {}
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
             peft_name = f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
@@ -162,30 +164,22 @@ def merge_adapter(network: Any) -> Any:
 
     if getattr(network, "is_quantized", False):
         network.dequantize()
-        network.is_loaded_in_4bit = False  # transformers leaves it set
+        network.is_loaded_in_4bit = False
     for name, module in [*network.named_modules()]:
         if isinstance(module, LoraLayer):
             adapted: Any = module
             linear = adapted.get_base_layer()
-            # The change is in float32. Only the sum is rounded to the format of the weights.
             linear.weight.data += adapted.get_delta_weight(_ADAPTER)
             network.set_submodule(name, linear)
     return network.requires_grad_(True)
 
 
 def _keep_trainable_layout(name: str, linear: Any) -> None:
-    """Keep the weights of a 4-bit layer on a CPU in the ordinary layout of bitsandbytes 0.50.
-
-    bitsandbytes also has a fast layout of the weights, for CPUs with bfloat16 instructions. A layer
-    changes to it at the first evaluation, and then no gradient passes through its weights. So this
-    function switches the fast layout off.
+    """Keep the weights of a 4-bit layer on a CPU in a layout through which gradients pass.
 
     Args:
         name: Name of the layer, for errors.
-        linear: A `Linear4bit` of bitsandbytes. If it is not on a CPU, it does not change.
-
-    Raises:
-        SkilltrainError: The rows of the layer are not whole blocks of 64 weights.
+        linear: A `Linear4bit` of bitsandbytes.
     """
     if linear.weight.device.type != "cpu":
         return
@@ -198,7 +192,7 @@ def _keep_trainable_layout(name: str, linear: Any) -> None:
             "unsupported-model", fault, fix="train it on a GPU, or with quantize=none"
         )
     linear.support_avx512bf16_for_cpu = False
-    linear.state_dict()  # its side effect: weights in the fast layout return to the ordinary one
+    linear.state_dict()  # restores the ordinary layout
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
@@ -207,7 +201,6 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
     Raises:
         SkilltrainError: No layer has a name that ends with one of the targets.
     """
-    # Find all linear layers that are not part of a head.
     excluded = {network.get_output_embeddings()}
     for head in _trained_heads(network):
         excluded.update(head.modules())
@@ -218,14 +211,17 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
     if adapter.targets == "all_linear":
         return names
 
-    # A target is one or more whole components of a dotted name: "proj" does not match "q_proj".
+    selected = set()
     for target in adapter.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in names):
-            endings = ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))
+        # proj must not match q_proj
+        matches = [name for name in names if f".{name}".endswith(f".{target}")]
+        if not matches:
+            last_components = [name.rpartition(".")[2] for name in names]
+            endings = ", ".join(dict.fromkeys(last_components))
             fault = f"no linear layer's name ends with '{target}'; this model's end with {endings}"
             raise SkilltrainError("unknown-choice", fault, where="adapter.targets")
-    dotted_targets = tuple(f".{target}" for target in adapter.targets)
-    return [name for name in names if f".{name}".endswith(dotted_targets)]
+        selected.update(matches)
+    return [name for name in names if name in selected]
 
 
 def _trained_heads(network: Any) -> list[nn.Module]:
