@@ -1,4 +1,9 @@
-"""InfoNCE with optional symmetric and same-side terms, and a loss on MaxSim scores."""
+"""InfoNCE with optional symmetric and same-side terms, and a loss on MaxSim scores.
+
+Notes:
+    - query_to_query and skill_to_skill only add negatives to the common denominator.
+    - As in the paper of GTE, skill_to_query adds the positive pair to the denominator once more.
+"""
 
 from dataclasses import replace
 from typing import Literal
@@ -72,7 +77,6 @@ class InfoNCE(Loss):
                 "directions must hold query_to_skill: it compares a query with its positive"
             )
 
-        # query_to_query and skill_to_skill only add negatives to the common denominator.
         same_side = sorted({"query_to_query", "skill_to_skill"}.intersection(self.directions))
         if self.partition == "per_direction" and same_side:
             raise ValueError(
@@ -84,22 +88,15 @@ class InfoNCE(Loss):
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """Return the loss, summed over queries.
-
-        The settings choose one of four variants:
-            push_share: a loss without rejected skills, and a loss against them.
-            One direction: queries are contrasted with skills.
-            More directions, partition joint: all directions have one common denominator.
-            More directions, partition per_direction: the mean of one loss per direction.
-        """
+        """Return the loss, summed over queries, of the variant that the settings choose."""
         if self.push_share:
             return self._pull_and_push(batch)
-        if len(self.directions) == 1:  # query_to_skill
+        if len(self.directions) == 1:
             return contrast(batch, self.temperature)
         if self.partition == "joint":
             return contrast(batch, self.temperature, self._log_extra_terms(batch))
 
-        # per_direction: a skill is contrasted with queries, and a query is contrasted with skills.
+        # Partition per_direction.
         log_negatives = self._log_negatives(batch)["skill_to_query"]  # [positive]
         skill_to_query_loss = weighted_cross_entropy(
             log_negatives, batch, batch.scores, self.temperature
@@ -117,19 +114,17 @@ class InfoNCE(Loss):
         return (1 - self.push_share) * pull_loss + self.push_share * push_loss
 
     def _log_extra_terms(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
-        """Return the logsumexp of the terms that further directions add to the denominator.
+        """Return the logsumexp of the terms that further directions add to each denominator.
 
-        These are all directions but query_to_skill, whose terms `contrast` adds itself. Each
-        positive has its own denominator.
+        Each positive has its own denominator, to which `contrast` adds query_to_skill.
         """
         row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
         log_negatives = self._log_negatives(batch)
-        log_terms: list[Tensor] = []  # each [positive]
+        log_terms = []  # each [positive]
         if "skill_to_query" in log_negatives:
             log_terms.append(log_negatives["skill_to_query"])
-            # As in the paper of GTE, this direction adds the positive pair once more.
-            positive_logits = batch.scores[row, column] / self.temperature  # [positive]
-            log_terms.append(positive_logits)
+            positive_logits = batch.scores[row, column] / self.temperature
+            log_terms.append(positive_logits)  # as in GTE's paper
         if "query_to_query" in log_negatives:
             log_by_query = log_negatives["query_to_query"]  # [query]
             log_terms.append(log_by_query[row])
@@ -151,7 +146,7 @@ class InfoNCE(Loss):
             "skill_to_query": (positives, vectors.all_queries),
             "skill_to_skill": (positives, vectors.skills),
         }
-        log_negatives: dict[Direction, Tensor] = {}
+        log_negatives = {}
         for direction, (rows, columns) in sides.items():
             if direction in self.directions:
                 logits = cosines(rows, columns) / self.temperature  # [row, column]
