@@ -1,4 +1,11 @@
-"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers."""
+"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers.
+
+Notes:
+    - wandb gets the public sections of the recipe and the metrics, but no console output, source
+      code, git state, packages or host name. WANDB_PROJECT sets the project.
+    - Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
+      whose origin is None.
+"""
 
 import importlib.util
 import json
@@ -87,21 +94,16 @@ class TrainingLog:
         """Write the metrics of a step.
 
         Args:
-            step: Number of the step.
             row: Metrics as the file gets them.
             tracked: Metrics as the trackers get them.
-
-        Raises:
-            SkilltrainError: The file cannot be written.
         """
         if not self.active:
             return
         try:
             self.file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         except OSError as error:
-            raise SkilltrainError(
-                "cannot-write", f"cannot write: {reason_of(error)}", where=self.path
-            ) from error
+            fault = f"cannot write: {reason_of(error)}"
+            raise SkilltrainError("cannot-write", fault, where=self.path) from error
         for tracker in self.trackers:
             tracker.log(tracked, step=step)
 
@@ -112,19 +114,13 @@ def open_trackers(
     """Open accelerate's trackers of a run. Only the first process gets them.
 
     Args:
-        names: Trackers to open.
         folder: Folder of the run, and of the trackers' files.
-        recipe: Recipe of the run. wandb gets its public sections and the metrics, but no console
-            output, source code, git state, packages or host name. WANDB_PROJECT sets the project.
-
-    Raises:
-        SkilltrainError: The package of a tracker is not installed.
+        recipe: Recipe of the run. Trackers get only its public sections.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        # Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
-        # whose origin is None.
-        if spec is None or spec.origin is None:
+        is_installed = spec is not None and spec.origin is not None
+        if not is_installed:
             fix = "pip install 'skilltrain[trackers]'"
             raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)
 
