@@ -123,7 +123,16 @@ def save_checkpoint(
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
 
-    _write_files(accelerator, model, optimizer, partial, position)
+    weights = _gather_weights(accelerator, model)
+    try:
+        _save_states(accelerator, model, optimizer, partial)
+        if accelerator.is_main_process:
+            save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
+            state = _State(written_by=launch_of(accelerator), position=position)
+            write_json(partial / STATE_FILE, state.model_dump(mode="json"))
+    except (OSError, SafetensorError) as error:
+        fault = f"cannot save a checkpoint: {reason_of(error)}"
+        raise SkilltrainError("cannot-write", fault, where=partial) from error
     accelerator.wait_for_everyone()
 
     if accelerator.is_main_process:
@@ -132,22 +141,6 @@ def save_checkpoint(
         sync(folder)
         _delete_old_checkpoints(folder, keep)
     accelerator.wait_for_everyone()
-
-
-def _write_files(
-    accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path, position: Position
-) -> None:
-    """Write all files of a checkpoint. All ranks must call this."""
-    weights = _gather_weights(accelerator, model)
-    try:
-        _save_states(accelerator, model, optimizer, folder)
-        if accelerator.is_main_process:
-            save_file(weights, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-            state = _State(written_by=launch_of(accelerator), position=position)
-            write_json(folder / STATE_FILE, state.model_dump(mode="json"))
-    except (OSError, SafetensorError) as error:
-        fault = f"cannot save a checkpoint: {reason_of(error)}"
-        raise SkilltrainError("cannot-write", fault, where=folder) from error
 
 
 def _sync_files(folder: Path) -> None:
@@ -168,10 +161,9 @@ def _delete_old_checkpoints(folder: Path, keep: int) -> None:
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
-    path_by_step: dict[int, Path] = {}
+    path_by_step = {}
     for path in folder.glob("step-*"):
-        # An incomplete checkpoint has another name: step-N.partial.
-        step = path.name.removeprefix("step-")
+        step = path.name.removeprefix("step-")  # not N.partial
         if step.isascii() and step.isdecimal():
             path_by_step[int(step)] = path
     return [path_by_step[step] for step in sorted(path_by_step)]
@@ -211,9 +203,11 @@ def load_checkpoint(
 
 
 def _restore(accelerator: Accelerator, model: nn.Module, optimizer: Any, checkpoint: Path) -> None:
-    """Restore the weights, the optimiser's state and the random states."""
-    deepspeed_loads_weights = accelerator.distributed_type == DistributedType.DEEPSPEED
-    if not deepspeed_loads_weights:
+    """Restore the weights, the optimiser's state and the random states.
+
+    Under DeepSpeed, its own files hold the weights too.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
         step_module = cast(nn.Module, accelerator.unwrap_model(model))
         load_weights(step_module, prefix="", checkpoint=checkpoint)
     try:
@@ -237,7 +231,6 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
     Args:
         module: The step module or its model.
         prefix: Start of the names to remove: `model.` for the model, else an empty string.
-        checkpoint: Folder of the checkpoint.
     """
     file = checkpoint / WEIGHTS_FILE
     try:
@@ -261,7 +254,7 @@ def _load_into(module: nn.Module, weights: dict[str, Tensor]) -> list[str]:
     current = module.state_dict(keep_vars=True)
     named_parameters = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, value in named_parameters if not value.requires_grad}
-    stored: dict[str, Tensor] = {}
+    stored = {}
     for name, weight in weights.items():
         if name not in frozen:
             stored[name] = _distribute_like(current.get(name), weight)
@@ -350,7 +343,7 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             str(folder), _DEEPSPEED_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
-        moments: dict[str, Tensor] = {}
+        moments = {}
         for number, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 local = value.to_local() if isinstance(value, DTensor) else value

@@ -63,11 +63,11 @@ def encoder_opener(
     """
     settings = encoder.settings
     query_texts = [settings.template.render_query(query.text) for query in queries]
-    skill_texts: list[str] = []
+    skill_texts = []
     for skill in skills.values():
         skill_texts += settings.chunk_texts(skill)
 
-    token_ids: dict[TextKey, np.ndarray] = {}
+    token_ids = {}
     inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
     for texts, max_tokens in inputs:
         text_by_key = {(text, max_tokens): text for text in texts}
@@ -108,7 +108,7 @@ def _score_lists(model: Any, lists: Iterable[list[PairIds]]) -> Iterator[list[fl
         lists: Pairs of each query.
     """
     all_lists = [*lists]
-    distinct_lists: list[dict[tuple[int, ...], PairIds]] = []  # by token ids
+    distinct_lists = []  # pairs by token ids
     for pairs in all_lists:
         distinct_lists.append({tuple(pair.ids): pair for pair in pairs})
     non_empty = [[*pair_by_ids.values()] for pair_by_ids in distinct_lists if pair_by_ids]
@@ -212,9 +212,10 @@ def _sample_pool(
         tasks: Queries with their judgements.
         max_skills: Number of skills to return, unless more are judged. None: the whole pool.
     """
-    sample: set[str] = set()
+    sample = set()
     for task in tasks:
-        sample |= pool.keys() & {*task.relevance.gains, *task.relevance.alternatives}
+        judged = {*task.relevance.gains, *task.relevance.alternatives}
+        sample |= judged & pool.keys()
     unjudged = [skill_id for skill_id in pool if skill_id not in sample]
     if max_skills is not None:
         num_unjudged = max(0, max_skills - len(sample))
@@ -244,7 +245,7 @@ def _run_earlier_rankers(config: DevConfig, cascade: Cascade, tasks: Sequence[Ta
 def _check_candidates(rankings: Mapping[str, Sequence[str]], tasks: Sequence[Task]) -> None:
     """Check that gold skills are candidates. If some are not, a warning says how many."""
     num_gold = 0
-    queries_of_missed: list[str] = []
+    queries_of_missed = []
     for task in tasks:
         query_id = task.query.query_id
         missed = task.relevance.gold.difference(rankings[query_id])
@@ -252,16 +253,16 @@ def _check_candidates(rankings: Mapping[str, Sequence[str]], tasks: Sequence[Tas
         queries_of_missed += [query_id] * len(missed)
 
     num_missed = len(queries_of_missed)
+    candidates = "the candidates of the rankers before the model"
     if num_missed == num_gold:
-        fault = f"no gold skill of the {len(tasks)} dev queries is among the candidates of the "
-        fault += "rankers before the model"
+        fault = f"no gold skill of the {len(tasks)} dev queries is among {candidates}"
         fix = "choose others, of this benchmark"
         raise SkilltrainError("missing-gold-skill", fault, where="dev.rankers", fix=fix)
     if num_missed:
+        num_queries = len(set(queries_of_missed))
         say(
-            f"dev: {num_missed:,} of {num_gold:,} gold skills "
-            f"({len(set(queries_of_missed)):,} queries) "
-            "are not among the candidates of the rankers before the model and count as missed"
+            f"dev: {num_missed:,} of {num_gold:,} gold skills ({num_queries:,} queries) "
+            f"are not among {candidates} and count as missed"
         )
 
 

@@ -56,7 +56,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     """
     on_cpu = default_device().type == "cpu"
     deepspeed = _is_requested("DEEPSPEED")
-    _check_backends(deepspeed)
+    _check_backends()
     _set_up_device()
 
     mixed = config.dtype_on(default_device()) == torch.bfloat16
@@ -66,7 +66,7 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
         DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     accelerator = Accelerator(
-        cpu=on_cpu and not deepspeed,
+        cpu=on_cpu and not deepspeed,  # cpu=True would ignore DeepSpeed
         mixed_precision="bf16" if mixed else "no",
         kwargs_handlers=handlers if launched_ranks() > 1 else None,
     )
@@ -98,12 +98,12 @@ def _set_fsdp_precision(accelerator: Accelerator) -> None:
     )
 
 
-def _check_backends(deepspeed: bool) -> None:
+def _check_backends() -> None:
     """Check that a requested DeepSpeed is installed, and that a requested FSDP has version 2."""
     if _is_requested("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         fix = "set fsdp_version: 2, as launch/fsdp2.yaml does"
         raise SkilltrainError("unsupported-launcher", "FSDP version 1 is not supported", fix=fix)
-    if deepspeed and importlib.util.find_spec("deepspeed") is None:
+    if _is_requested("DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         fix = "pip install 'skilltrain[deepspeed]'"
         raise SkilltrainError("missing-package", "DeepSpeed is not installed", fix=fix)
 
@@ -143,7 +143,8 @@ def check_folder_is_shared(accelerator: Accelerator, folder: Path) -> None:
         write_text(marker, "")
     accelerator.wait_for_everyone()
 
-    blind_ranks = gather_object([] if _becomes_visible(marker) else [accelerator.process_index])
+    local_blind_ranks = [] if _becomes_visible(marker) else [accelerator.process_index]
+    blind_ranks = gather_object(local_blind_ranks)
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)
     if blind_ranks:
@@ -155,7 +156,7 @@ def check_folder_is_shared(accelerator: Accelerator, folder: Path) -> None:
 def _becomes_visible(file: Path) -> bool:
     """Wait until the listing of its folder has a file. Return False after a timeout."""
     deadline = time.monotonic() + _VISIBILITY_TIMEOUT
-    while file not in file.parent.glob(".seen-by-all-*"):
+    while file not in file.parent.glob("*"):
         if time.monotonic() >= deadline:
             return False
         time.sleep(1)

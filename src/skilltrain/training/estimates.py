@@ -3,12 +3,8 @@
 Notes:
     - A list counts all its skills, but an encoder in training encodes a skill only once per batch.
     - Only the padding of every n-th batch is computed, because it takes time.
-    - The time of a batch is proportional to its tokens, including padding.
-    - An encoder's texts are already truncated, so none is longer than `max_tokens`. A text of
-      exactly `max_tokens` tokens is taken for a truncated one.
 """
 
-from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -16,7 +12,7 @@ from typing import Any
 import torch
 
 from skilltrain.terminal import launched_ranks
-from skilltrain.training.loop import Batch, Training, largest_batch, step_batches
+from skilltrain.training.loop import Training, largest_batch, step_batches
 from skilltrain.training.memory import peak_bytes
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepModule
@@ -50,24 +46,23 @@ def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
 def measure_run(training: Training) -> dict[str, float]:
     """Run the largest batch, to estimate the memory and the time of the training run.
 
+    The time of a batch is proportional to its tokens, with padding.
+
     Returns:
-        `memory_mib`, the peak memory of this rank, and `hours`, without evaluations and
-        checkpoints.
+        `memory_mib` of this rank, and `hours` without evaluations and checkpoints.
     """
     step = training.step_module
     steps = step_batches(step.data.lists, training.config)
-    batches: Sequence[Batch] = [*chain.from_iterable(steps)]
+    batches = [*chain.from_iterable(steps)]
     largest = largest_batch(step, batches)
     seconds = training.probe_memory(largest)  # sets the peak memory
 
-    # Tokens include padding.
     interval = max(1, len(batches) // _NUM_SAMPLED_BATCHES)
     sample = batches[::interval]
     mean_tokens = fmean(sum(step.padded_tokens(batch)) for batch in sample)
     largest_tokens = sum(step.padded_tokens(largest))
     hours_if_all_largest = seconds / 3600 * len(batches)
     hours = hours_if_all_largest * mean_tokens / largest_tokens
-
     device = training.accelerator.device
     heap_growth = _HEAP_GROWTH if device.type == "cpu" else 1
     memory_mib = peak_bytes(device) * heap_growth / 2**20
@@ -101,15 +96,17 @@ def counts_of(step: StepModule) -> dict[str, int]:
 
 
 def truncated_share(step: StepModule) -> float:
-    """Return the share of positives whose text is longer than `max_tokens`, and truncated."""
-    limit = step.model.settings.max_tokens
+    """Return the share of positives that are longer than `max_tokens`, and so truncated.
+
+    An encoder's texts are already truncated, so a text of `max_tokens` counts as longer.
+    """
+    max_tokens = step.model.settings.max_tokens
     texts_are_truncated = isinstance(step, EncoderStep)
-    if texts_are_truncated:
-        limit -= 1
-    is_truncated: list[bool] = []  # of each positive
+    min_length = max_tokens if texts_are_truncated else max_tokens + 1
+    is_longer = []  # for each positive
     for training_list in step.data.lists:
         lengths = step.lengths(training_list)
         for length, is_positive in zip(lengths, training_list.is_positive, strict=True):
             if is_positive:
-                is_truncated.append(length > limit)
-    return round(fmean(is_truncated), 4)
+                is_longer.append(length >= min_length)
+    return round(fmean(is_longer), 4)

@@ -33,7 +33,7 @@ def export_run(
     """Write the model of a training run to an empty or new folder `out`.
 
     Args:
-        checkpoint: `step-N` or `best`. By default the final model, or the newest checkpoint.
+        checkpoint: `step-N` or `best`. By default the final model, else the newest checkpoint.
         form: Form of the model, if not the trained one.
         adapter_only: Whether to write only the adapter (LoRA).
     """

@@ -81,8 +81,8 @@ class TrainingLog:
 
     def write_dev(self, step: int, metrics: Mapping[str, Interval]) -> None:
         """Write the metrics of an evaluation after `step`, with the interval of each."""
-        row: dict[str, Any] = {}
-        tracked: dict[str, float] = {}
+        row = {}
+        tracked = {}
         for name, interval in metrics.items():
             row[name] = _round(asdict(interval)) | {"n": interval.n}
             tracked[f"dev/{name}"] = interval.mean
@@ -119,12 +119,10 @@ def open_trackers(
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        is_installed = spec is not None and spec.origin is not None
-        if not is_installed:
+        if spec is None or spec.origin is None:
             fix = "pip install 'skilltrain[trackers]'"
             raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)
-
-    trackers: list[GeneralTracker] = []
+    trackers = []
     if not is_main_process():
         return trackers
     if "wandb" in names:
@@ -140,21 +138,20 @@ def _wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> WandBTracker:
     """Return a tracker that sends metrics and public settings to wandb, and nothing else."""
     import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
-    settings = wandb.Settings(
-        console="off",
-        host="",
-        disable_git=True,
-        disable_code=True,
-        save_code=False,
-        x_disable_meta=True,
-        x_save_requirements=False,
-    )
     return WandBTracker(
         os.environ.get("WANDB_PROJECT", "skilltrain"),
         name=folder.resolve().name,
         dir=str(folder),
         config={key: recipe[key] for key in _PUBLIC_SECTIONS if key in recipe},
-        settings=settings,
+        settings=wandb.Settings(
+            console="off",
+            host="",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        ),
     )
 
 
@@ -169,7 +166,7 @@ def _read_lines(path: Path, last_step: int) -> Iterator[str]:
 
 def _round(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Round to seven digits, the precision of float32. NaN and infinity become None."""
-    rounded: dict[str, float | None] = {}
+    rounded = {}
     for name, value in metrics.items():
         rounded[name] = float(f"{value:.7g}") if math.isfinite(value) else None
     return rounded

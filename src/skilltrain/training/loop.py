@@ -92,11 +92,11 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
 
     Of all lists with weight 2.3, for example, a random 30% occur three times and the others twice.
     """
-    lists_by_weight: dict[float, list[TrainingList]] = {}
+    lists_by_weight = {}
     for training_list in lists:
         lists_by_weight.setdefault(training_list.weight, []).append(training_list)
 
-    sample: list[TrainingList] = []
+    sample = []
     for weight, group in lists_by_weight.items():
         sample += group * int(weight)
         fraction = weight % 1
@@ -207,6 +207,7 @@ class Training:
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
 
+        # Keep the budget when resuming.
         token_budget = self.position.token_budget or step.settings.token_budget
         self.position.token_budget = token_budget
         step.settings = replace(step.settings, token_budget=token_budget)
@@ -342,12 +343,12 @@ class Training:
             num_queries: Number of queries in all batches.
         """
         accelerator = self.accelerator
-        loss_scale = accelerator.num_processes / num_queries
+        loss_scale = accelerator.num_processes / num_queries  # launchers average over ranks
         syncs_every_batch = shards_state()
         scaled_sum = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            accelerator.sync_gradients = is_last
+            accelerator.sync_gradients = is_last  # for DeepSpeed
             is_synced = is_last or syncs_every_batch
             context = nullcontext() if is_synced else accelerator.no_sync(self.model)
             with context:
@@ -408,8 +409,9 @@ class Training:
         """
         device = self.accelerator.device
         moments = self._placeholder_moments()
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if self.config.accumulation > 1:
+        rng_devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=rng_devices):
+            if self.config.accumulation > 1:  # gradients stay in memory
                 self.accelerator.backward(self.model(batch))
             start_time = time.monotonic()
             self.accelerator.backward(self.model(batch))
@@ -450,7 +452,6 @@ def _check_step(
     """Check the loss and the gradient of a step before the gradient changes the weights.
 
     Args:
-        loss: Mean loss of the step.
         grad_norm: Norm of the gradient, before clipping.
         batches: Batches of the step, for the error.
         max_grad_norm: Largest norm that is allowed.

@@ -42,17 +42,18 @@ _STATUS = Path("/proc/self/status")  # on Linux
 def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.device) -> None:
     """Choose recomputation and the token budget, unless the recipe sets them.
 
-    The choice is set in `step.settings`, and shown.
+    The choice is set in `step.settings`.
 
     Args:
         step: The step module, whose network is not yet sharded.
-        config: Settings of the training run.
         device: Device on which the run trains.
     """
     return_free_memory(0, device)
     batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
-    available = of_first_rank(available_bytes(device)) - _missing_bytes(step, device)
+    bytes_in_use = weight_bytes(step) if device.type == "cpu" else 0
+    needed_by_state = held_bytes(step) - bytes_in_use
+    available = of_first_rank(available_bytes(device)) - needed_by_state
     preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
 
     needed = 0.0
@@ -113,7 +114,8 @@ def available_bytes(device: torch.device) -> int:
         limit = int((_CONTAINER / "memory.max").read_text())
         used = int((_CONTAINER / "memory.current").read_text())
         lines = (_CONTAINER / "memory.stat").read_text().splitlines()
-        cached = int(dict(line.split() for line in lines)["inactive_file"])  # given up on demand
+        bytes_by_use = dict(line.split() for line in lines)
+        cached = int(bytes_by_use["inactive_file"])  # given up on demand
     except (OSError, ValueError, KeyError):  # no container limit
         return available // ranks_on_machine()
     return min(available, limit - used + cached) // ranks_on_machine()
@@ -133,12 +135,6 @@ def held_bytes(module: nn.Module) -> float:
             total += _ADAMW_BYTES * parameter.numel()
     num_shards = launched_ranks() if shards_state() else 1
     return total / num_shards
-
-
-def _missing_bytes(module: nn.Module, device: torch.device) -> float:
-    """Return the bytes of `held_bytes` that are not yet in use."""
-    in_use = weight_bytes(module) if device.type == "cpu" else 0
-    return held_bytes(module) - in_use
 
 
 def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> int:
@@ -169,7 +165,7 @@ def peak_bytes(device: torch.device) -> int:
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.exists():
+    if _STATUS.exists():  # Linux
         status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(status["VmHWM"].removesuffix("kB"))
     memory: Any = psutil.Process().memory_info()

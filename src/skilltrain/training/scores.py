@@ -48,14 +48,8 @@ class ScoreContext:
 
     @classmethod
     def of(cls, data: TrainingSet, loss: Loss, in_batch: bool) -> "ScoreContext":
-        """Collect the duplicate keys of all skills, and of the answers of all queries.
-
-        Args:
-            data: The training set.
-            loss: The loss.
-            in_batch: Whether skills of other queries are negatives.
-        """
-        answer_keys: dict[str, set[str]] = {}
+        """Collect the duplicate keys of all skills, and of the answers of all queries."""
+        answer_keys = {}
         for training_list in data.lists:
             keys = answer_keys.setdefault(training_list.query, set())
             for skill_id in training_list.positives:
@@ -81,14 +75,10 @@ def _duplicate_keys(key: str, data: TrainingSet) -> tuple[str, ...]:
 
 
 def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
-    """Check that a teacher has scored every list, for a loss that needs its scores.
-
-    Raises:
-        SkilltrainError: A list has no teacher scores; the error names its query.
-    """
+    """Check that a teacher has scored every list, for a loss that needs its scores."""
     if not loss.needs.teacher_scores:
         return
-    unscored: list[str] = []  # ids of queries
+    unscored = []  # ids of queries
     for training_list in data.lists:
         scores = training_list.teacher_scores
         if scores is None or all(map(math.isnan, scores)):
@@ -168,7 +158,7 @@ class _ListTable:
         """
         device = scores.device
         teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
-        masks: dict[Direction, Tensor] = {}
+        masks = {}
         for direction, mask in negatives.items():
             masks[direction] = on_device(mask, device)
         return ScoredBatch(
@@ -287,31 +277,43 @@ def _negatives(
     """
     answer_keys = [context.answer_keys_by_query[each.query] for each in table.lists]
     all_answer_keys = [context.answer_keys_by_query[each.query] for each in batch]
-    query_to_query = ~_share_a_key(answer_keys, all_answer_keys)  # [query, batch]
+    has_common_answer = _share_a_key(answer_keys, all_answer_keys)  # [query, batch]
 
     positives = (table.is_positive() & valid).nonzero()
-    positive_queries, positive_skills = positives  # each [positive]
-    all_table = _ListTable.among(batch, skill_ids)
-    is_candidate = all_table.is_listed | in_batch_negatives(batch, skill_ids, context)
+    queries, skills = positives  # each [positive]
     gains = table.gains()[positives]  # [positive]
-    other_gains = all_table.gains()[:, positive_skills].T  # [positive, batch]
-    has_lower_gain = other_gains < gains[:, None]
-    skill_to_query = is_candidate[:, positive_skills].T & has_lower_gain  # [positive, batch]
-
     skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]
-    skill_to_skill = skills_by_query[positive_queries]  # [positive, skill]
     return {
-        "query_to_query": query_to_query,
-        "skill_to_query": skill_to_query,
-        "skill_to_skill": skill_to_skill,
+        "query_to_query": ~has_common_answer,
+        "skill_to_query": _lower_gains(gains, skills, batch, skill_ids, context),
+        "skill_to_skill": skills_by_query[queries],  # [positive, skill]
     }
+
+
+def _lower_gains(
+    gains: Float[np.ndarray, "positive"],
+    columns: Shaped[np.ndarray, "positive"],
+    batch: Sequence[TrainingList],
+    skill_ids: Sequence[str],
+    context: ScoreContext,
+) -> Bool[np.ndarray, "positive batch"]:
+    """Return for which queries of a batch a positive skill is a candidate with a lower gain.
+
+    Args:
+        gains: Gain of each positive for its own query.
+        columns: Position in `skill_ids` of each positive.
+    """
+    table = _ListTable.among(batch, skill_ids)
+    is_candidate = table.is_listed | in_batch_negatives(batch, skill_ids, context)
+    other_gains = table.gains()[:, columns].T  # [positive, batch]
+    return is_candidate[:, columns].T & (other_gains < gains[:, None])
 
 
 def _share_a_key(
     row_keys: Sequence[Set[str]], column_keys: Sequence[tuple[str, ...] | Set[str]]
 ) -> Bool[np.ndarray, "row column"]:
     """Return whether each row has a key in common with each column."""
-    columns_by_key: dict[str, list[int]] = {}
+    columns_by_key = {}
     for column, keys in enumerate(column_keys):
         for key in keys:
             columns_by_key.setdefault(key, []).append(column)

@@ -100,11 +100,11 @@ class DevConfig(Config):
         A reranker that orders 20 candidates cannot change Recall@20, for example.
         """
         measure = parse_measure(self.metric)
-        last = self.rankers[-1]
+        num_candidates = self.rankers[-1].num_read  # None: all
         ignores_order = measure.name in _UNORDERED_MEASURES
-        if ignores_order and last.num_read is not None and measure.cutoff >= last.num_read:
+        if ignores_order and num_candidates is not None and measure.cutoff >= num_candidates:
             raise ValueError(
-                f"dev.metric: {self.metric} is the same for every order of {last.num_read} "
+                f"dev.metric: {self.metric} is the same for every order of {num_candidates} "
                 "candidates"
             )
 

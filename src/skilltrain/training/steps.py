@@ -109,6 +109,7 @@ class _Step(nn.Module, Generic[ModelT]):
 
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
+        # The key is the text.
         query_by_text = {training_list.query: training_list.query for training_list in data.lists}
         self.query_token_ids = made_by_first_rank(
             lambda: tokenize_texts(query_by_text, model.tokenize_queries, identity, cache)
@@ -179,8 +180,8 @@ class EncoderStep(_Step[Encoder]):
         skill_ids = self._distinct_skills(batch)
         queries = [self.query_token_ids[training_list.query] for training_list in batch]
         skills = [self.skill_token_ids[skill_id] for skill_id in skill_ids]
-        has_late_loss = self.settings.late_interaction is not None
-        padded_length = max(map(len, [*queries, *skills])) if has_late_loss else 0
+        late_interaction = self.settings.late_interaction
+        padded_length = max(map(len, [*queries, *skills])) if late_interaction else 0
 
         # This rank encodes its share.
         rank, world = rank_and_world()
@@ -196,41 +197,17 @@ class EncoderStep(_Step[Encoder]):
 
         local_lists = batch[rank::world]
         scored = encoder_scores(
-            local_lists,
-            batch,
-            query_vectors,
-            all_queries,
-            skill_ids,
-            skill_vectors,
-            self.context,
+            local_lists, batch, query_vectors, all_queries, skill_ids, skill_vectors, self.context
         )
         loss = self.loss(scored)
-        if has_late_loss:
+        if late_interaction:
             query_tokens = _without_padding(tokens[:num_queries], local_queries)
             skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
-            loss = loss + self._late_loss(scored, query_tokens, skill_tokens)
+            scores = max_sim(query_tokens, skill_tokens)  # [query, skill]
+            late_scored = ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
+            loss = loss + late_interaction(late_scored)
         zero = skill_vectors[:0].sum()  # for ranks without queries
         return loss + zero
-
-    def _late_loss(
-        self,
-        scored: ScoredBatch,
-        query_tokens: list[Float[Tensor, "_ dim"]],
-        skill_tokens: list[Float[Tensor, "_ dim"]],
-    ) -> Float[Tensor, ""]:
-        """Return the additional loss on token vectors, which scores skills by MaxSim.
-
-        Args:
-            scored: Input of the main loss.
-            query_tokens: Token vectors of each query of this rank.
-            skill_tokens: Token vectors of each distinct skill of the batch.
-        """
-        late_interaction = self.settings.late_interaction
-        assert late_interaction is not None
-        scores = max_sim(query_tokens, skill_tokens)  # [query, skill]
-        return late_interaction(
-            ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
-        )
 
     def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
         """Return the ids of the batch's skills, in an order that gives all ranks equal work."""
@@ -369,7 +346,7 @@ def _layer_classes(network: Any) -> list[str]:
     Classes that contain the table of token embeddings are left out.
     """
     table = network.get_input_embeddings()
-    classes_with_table: set[str] = set()
+    classes_with_table = set()
     for module in network.modules():
         if any(child is table for child in module.modules()):
             classes_with_table.add(type(module).__name__)

@@ -375,7 +375,7 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     """
     source = config.data
     dev = config.dev
-    counts: dict[str, int] = {}
+    counts = {}
     if source.held_out:
         benchmarks = open_benchmarks(source.held_out, source.pool, need_golds=True)
         fix = _removal_advice(source, source.held_out)
@@ -430,7 +430,7 @@ def _describe_contaminations(contaminations: Sequence[Dropped]) -> str:
     """Count the contaminated lists by filter, and name the first one as an example."""
     lists_and_filters = {(each.query_id, each.filter) for each in contaminations}
     num_by_filter = Counter(filter_name for _, filter_name in lists_and_filters)
-    counts: list[str] = []
+    counts = []
     for filter_name in GROUNDS:
         if num_by_filter[filter_name]:
             counts.append(f"{filter_name} {num_by_filter[filter_name]:,}")
@@ -448,9 +448,9 @@ def _find_contaminations(
     """Find training queries and positives that resemble a query or gold skill of a benchmark."""
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
     find_matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
-    contaminations: list[Dropped] = []
+    contaminations = []
     for training_list in data.lists:
-        skill_matches: list[Dropped] = []
+        skill_matches = []
         candidates = zip(training_list.skill_ids, training_list.is_positive, strict=True)
         for skill_id, is_positive in candidates:
             if is_positive:

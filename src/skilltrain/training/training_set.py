@@ -261,7 +261,7 @@ def _read_lists(
     irrelevant_gain = source.gains[Verdict.IRRELEVANT]
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
 
-    lists: list[TrainingList] = []
+    lists = []
     for row in read_lists(folder)[: source.max_lists]:
         query_id = row["query_id"]
         fault = _fault_of(row, texts, gains)
