@@ -30,12 +30,11 @@ def export_run(
     form: Form | None = None,
     adapter_only: bool = False,
 ) -> dict[str, Any]:
-    """Write the model of a training run to an empty or new folder `out`.
+    """Write the model of a training run to an empty or new folder.
 
     Args:
-        checkpoint: `step-N` or `best`. By default the final model, else the newest checkpoint.
+        checkpoint: `step-N`, `best`, or None for the final model, else the newest checkpoint.
         form: Form of the model, if not the trained one.
-        adapter_only: Whether to write only the adapter (LoRA).
     """
     config, summary = _read_run(run)
     is_final_model = bool(summary) and checkpoint is None
@@ -124,7 +123,7 @@ def push_model(
     All other files of the repository are deleted.
 
     Args:
-        into_existing: Whether the repository may exist, with only a README.md.
+        into_existing: Whether the repository may exist, with a README.md to replace.
         dry_run: Whether to send nothing.
     """
     assert published.repo is not None

@@ -208,11 +208,13 @@ class TrainEncoder(Train):
         if self.dev is not None:
             requirement = "an encoder in training must be {kind: dense, source: self}"
             self.dev.check(kind="dense", requirement=requirement)
+
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
         pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
         if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
+
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
                 "late_interaction needs all tokens' vectors, "
