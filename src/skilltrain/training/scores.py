@@ -285,19 +285,19 @@ def _negatives(
     skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]
     return {
         "query_to_query": ~has_common_answer,
-        "skill_to_query": _lower_gains(gains, skills, batch, skill_ids, context),
-        "skill_to_skill": skills_by_query[queries],  # [positive, skill]
+        "skill_to_query": _queries_with_lower_gain(gains, skills, batch, skill_ids, context),
+        "skill_to_skill": skills_by_query[queries],
     }
 
 
-def _lower_gains(
+def _queries_with_lower_gain(
     gains: Float[np.ndarray, "positive"],
     columns: Shaped[np.ndarray, "positive"],
     batch: Sequence[TrainingList],
     skill_ids: Sequence[str],
     context: ScoreContext,
 ) -> Bool[np.ndarray, "positive batch"]:
-    """Return for which queries of a batch a positive skill is a candidate with a lower gain.
+    """Return the queries of a batch for which a positive skill is a candidate of lower gain.
 
     Args:
         gains: Gain of each positive for its own query.
