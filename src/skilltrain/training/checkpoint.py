@@ -3,6 +3,21 @@
 A checkpoint is written to a temporary folder, synced to disk, and then renamed. It may come from
 someone else, so reading it never runs code. DeepSpeed's own files are only read as tensors and
 numbers.
+
+Notes:
+    - One file holds all weights that train, also if each rank has a part of them, so that every
+      checkpoint can be exported. Frozen weights are not saved, because the base model has them.
+    - A full disk causes an OSError or a SafetensorError.
+    - safetensors lets only the owner read its file, so the mode of all files is set.
+    - The message of an UnpicklingError is not shown: it explains how to switch off the protection.
+    - Every rank reads the full weights, so no rank sends them (`src_data_rank=None`).
+    - Tied weights are one tensor with several names, and are stored under one of the names.
+    - Random states are restored last, because loading may use random numbers.
+    - A run may resume on more ranks than before, unless the ranks share the weights. A new rank has
+      no file, and keeps its current random state.
+    - DeepSpeed calls torch.load with weights_only=False, which allows code. An environment variable
+      sets weights_only=True instead. Three classes of DeepSpeed are allowed, because its files
+      contain them. They only hold numbers and settings.
 """
 
 import os
@@ -34,7 +49,6 @@ WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "state.json"
 _DEEPSPEED_FOLDER = "deepspeed"
 _ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # values that AdamW holds for a parameter
-_DAMAGED_FIX = "delete it, and resume from the one before it"
 
 
 @dataclass
@@ -96,23 +110,12 @@ def save_checkpoint(
 ) -> None:
     """Save the model, the optimiser, the position and all random states as `folder`/step-N.
 
-    All ranks must call this. One file holds all weights that train, even if each rank has a part
-    of them, so that every checkpoint can be exported. Frozen weights are not saved, because the
-    base model has them.
+    All ranks must call this.
 
     Args:
-        accelerator: Accelerator of the run.
-        model: The model that the accelerator has prepared.
-        optimizer: The optimiser that the accelerator has prepared.
-        folder: Folder of the run's checkpoints.
         position: Progress of the run.
-        keep: Number of the newest checkpoints to keep. The best one is kept too. All others are
-            deleted.
-
-    Raises:
-        SkilltrainError: The checkpoint cannot be written.
+        keep: Number of the newest checkpoints to keep, besides the best one.
     """
-    # Write all files to a temporary folder.
     final = folder / f"step-{position.step}"
     partial = folder / f"{final.name}.partial"
     if accelerator.is_main_process:
@@ -127,33 +130,40 @@ def save_checkpoint(
             save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
-    except (OSError, SafetensorError) as error:  # a full disk can cause either
+    except (OSError, SafetensorError) as error:
         fault = f"cannot save a checkpoint: {reason_of(error)}"
         raise SkilltrainError("cannot-write", fault, where=partial) from error
     accelerator.wait_for_everyone()
 
-    # Rename the folder once all files are on the disk, and delete old checkpoints.
     if accelerator.is_main_process:
-        for path in partial.rglob("*"):
-            if path.is_file():
-                path.chmod(0o644)  # safetensors lets only the owner read its file
-            sync(path)
+        _sync_files(partial)
         partial.rename(final)
         sync(folder)
-
-        best = best_checkpoint(folder)
-        for old in checkpoints(folder)[:-keep]:
-            if old != best:
-                shutil.rmtree(old)
+        _delete_old_checkpoints(folder, keep)
     accelerator.wait_for_everyone()
+
+
+def _sync_files(folder: Path) -> None:
+    """Make all files of a folder readable for everyone, and sync them to disk."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            path.chmod(0o644)
+        sync(path)
+
+
+def _delete_old_checkpoints(folder: Path, keep: int) -> None:
+    """Delete all but the `keep` newest checkpoints and the best one."""
+    best = best_checkpoint(folder)
+    for path in checkpoints(folder)[:-keep]:
+        if path != best:
+            shutil.rmtree(path)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
-    path_by_step: dict[int, Path] = {}
+    path_by_step = {}
     for path in folder.glob("step-*"):
-        # An incomplete checkpoint has another name: step-N.partial.
-        step = path.name.removeprefix("step-")
+        step = path.name.removeprefix("step-")  # not N.partial
         if step.isascii() and step.isdecimal():
             path_by_step[int(step)] = path
     return [path_by_step[step] for step in sorted(path_by_step)]
@@ -174,98 +184,101 @@ def best_checkpoint(folder: Path) -> Path | None:
 def load_checkpoint(
     accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path
 ) -> Position | None:
-    """Restore the newest checkpoint of `folder`, and return its position.
+    """Restore the newest checkpoint of a folder, and return its position.
 
     Without a checkpoint, do nothing and return None.
-
-    Raises:
-        SkilltrainError: The checkpoint was written with another launcher, device or number of
-            processes (`launch_of`), or one of its files is missing, damaged, or would run code.
     """
     paths = checkpoints(folder)
     if not paths:
         return None
-
-    # Check that the launcher, the device and the number of processes are the same.
     newest = paths[-1]
     state = _read_state(newest)
     launch = launch_of(accelerator)
     if state.written_by != launch:
         fault = f"was written by {state.written_by}, not by {launch}"
-        raise SkilltrainError(
-            "other-launcher", fault, where=newest, fix="resume with that launcher"
-        )
-
-    # Restore the weights, the optimiser and the random states. Under DeepSpeed, `_load_states`
-    # restores the weights too.
-    if accelerator.distributed_type != DistributedType.DEEPSPEED:
-        step_module = cast(nn.Module, accelerator.unwrap_model(model))
-        load_weights(step_module, prefix="", checkpoint=newest)
-    try:
-        _load_states(accelerator, model, optimizer, newest)
-    except pickle.UnpicklingError as error:
-        # Do not show the message of the error: it explains how to switch off the protection.
-        fault = "the checkpoint is damaged, or holds code"
-        raise SkilltrainError(
-            "damaged-checkpoint", fault, where=newest, fix=_DAMAGED_FIX
-        ) from error
-    except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        fault = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
-        raise SkilltrainError(
-            "damaged-checkpoint", fault, where=newest, fix=_DAMAGED_FIX
-        ) from error
+        fix = "resume with that launcher"
+        raise SkilltrainError("other-launcher", fault, where=newest, fix=fix)
+    _restore(accelerator, model, optimizer, newest)
     return state.position
 
 
+def _restore(accelerator: Accelerator, model: nn.Module, optimizer: Any, checkpoint: Path) -> None:
+    """Restore the weights, the optimiser's state and the random states.
+
+    Under DeepSpeed, its own files hold the weights too.
+    """
+    if accelerator.distributed_type != DistributedType.DEEPSPEED:
+        step_module = cast(nn.Module, accelerator.unwrap_model(model))
+        load_weights(step_module, prefix="", checkpoint=checkpoint)
+    try:
+        _load_states(accelerator, model, optimizer, checkpoint)
+    except pickle.UnpicklingError as error:
+        raise _damaged(checkpoint, "the checkpoint is damaged, or holds code") from error
+    except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
+        fault = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
+        raise _damaged(checkpoint, fault) from error
+
+
+def _damaged(path: Path, fault: str) -> SkilltrainError:
+    """Return the error for a damaged checkpoint or file of a checkpoint."""
+    fix = "delete it, and resume from the one before it"
+    return SkilltrainError("damaged-checkpoint", fault, where=path, fix=fix)
+
+
 def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
-    """Load the weights of a checkpoint into a module. Frozen weights of the module do not change.
+    """Load a checkpoint's weights into a module. Frozen weights of the module do not change.
 
     Args:
-        module: The step module or its model. Each rank may have a part of its weights.
-        prefix: Prefix of the names in the checkpoint: `model.` for the model, an empty string for
-            the step module. A name without the prefix does not fit the model.
-        checkpoint: Folder of the checkpoint.
-
-    Raises:
-        SkilltrainError: The weights cannot be read, or belong to another model.
+        module: The step module or its model.
+        prefix: Start of the names to remove: `model.` for the model, else an empty string.
     """
     file = checkpoint / WEIGHTS_FILE
     try:
-        stored = {key.removeprefix(prefix): value for key, value in _load_tensors(file).items()}
+        tensors = _load_tensors(file)
     except (OSError, SafetensorError, ValueError) as error:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
         raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
 
-    # Leave frozen weights out, and shard a stored weight like the weight of the module.
-    current = module.state_dict(keep_vars=True)
-    frozen = set()
-    for key, value in current.items():
-        if isinstance(value, nn.Parameter) and not value.requires_grad:
-            frozen.add(key)
-            stored.pop(key, None)
-        elif isinstance(value, DTensor) and key in stored:
-            full_weight = stored[key].to(value.device)
-            # Every rank has read the full weight, so no rank sends it (`src_data_rank=None`).
-            stored[key] = distribute_tensor(
-                full_weight, value.device_mesh, value.placements, src_data_rank=None
-            )
-
-    # Load the weights. Find those that only the checkpoint or only the module has.
-    try:
-        missing, unexpected = module.load_state_dict(stored, strict=False)
-        mismatches = [*unexpected]
-        # Tied weights are one tensor with several names, and are stored under one of the names.
-        loaded_ids = {id(value) for key, value in current.items() if key not in missing}
-        for key in missing:
-            is_tied = id(current[key]) in loaded_ids
-            if not is_tied and key not in frozen:
-                mismatches.append(key)
-    except RuntimeError as error:  # a weight has another shape
-        last_line = str(error).splitlines()[-1]
-        mismatches = [last_line.strip()]
+    weights = {name.removeprefix(prefix): value for name, value in tensors.items()}
+    mismatches = _load_into(module, weights)
     if mismatches:
         fault = f"the checkpoint does not fit the recipe's model: {mismatches[0]}"
         raise SkilltrainError("changed-model", fault, where=checkpoint)
+
+
+def _load_into(module: nn.Module, weights: dict[str, Tensor]) -> list[str]:
+    """Load weights by name into a module, and return the mismatches.
+
+    A mismatch is a name that only the checkpoint or only the module has, or a wrong shape.
+    """
+    current = module.state_dict(keep_vars=True)
+    named_parameters = module.named_parameters(remove_duplicate=False)
+    frozen = {name for name, value in named_parameters if not value.requires_grad}
+    stored = {}
+    for name, weight in weights.items():
+        if name not in frozen:
+            stored[name] = _distribute_like(current.get(name), weight)
+    try:
+        missing, unexpected = module.load_state_dict(stored, strict=False)
+    except RuntimeError as error:  # a wrong shape
+        return [str(error).splitlines()[-1].strip()]
+
+    loaded_ids = {id(value) for name, value in current.items() if name not in missing}
+    mismatches = [*unexpected]
+    for name in missing:
+        is_tied = id(current[name]) in loaded_ids
+        if not is_tied and name not in frozen:
+            mismatches.append(name)
+    return mismatches
+
+
+def _distribute_like(current: Tensor | None, weight: Tensor) -> Tensor:
+    """Shard a full weight over the ranks if the module's current weight is sharded."""
+    if not isinstance(current, DTensor):
+        return weight
+    return distribute_tensor(
+        weight.to(current.device), current.device_mesh, current.placements, src_data_rank=None
+    )
 
 
 def _load_tensors(file: Path) -> dict[str, Tensor]:
@@ -281,7 +294,7 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     """Collect the trained weights and the buffers on the first rank. All ranks must call this.
 
     Returns:
-        Weights by name, on the CPU. A tied weight has one name. Other ranks return no weights.
+        Weights by name, on the CPU. Other ranks return no weights.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         options = StateDictOptions(
@@ -293,7 +306,7 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     if not accelerator.is_main_process:
         return {}
 
-    # The gathered weights have a tied weight under all its names. `named_parameters` lists it once.
+    # One name per tied weight.
     module = cast(nn.Module, accelerator.unwrap_model(model))
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names.update(name for name, _ in module.named_buffers())
@@ -310,7 +323,7 @@ def _read_state(checkpoint: Path) -> _State:
     state = validate(_State, state, file)
     if checkpoint.name != f"step-{state.position.step}":
         fault = f"is of step {state.position.step}, which is not that of its folder"
-        raise SkilltrainError("damaged-checkpoint", fault, where=file, fix=_DAMAGED_FIX)
+        raise _damaged(file, fault)
     return state
 
 
@@ -330,7 +343,7 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             str(folder), _DEEPSPEED_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
-        moments: dict[str, Tensor] = {}
+        moments = {}
         for number, state in optimizer.state_dict()["state"].items():
             for name, value in state.items():
                 local = value.to_local() if isinstance(value, DTensor) else value
@@ -341,8 +354,7 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Restore the optimiser's state and the random states that `_save_states` saved.
 
-    Under DeepSpeed, its own files also hold the weights. Random states come last, because loading
-    may use random numbers.
+    Under DeepSpeed, its own files also hold the weights.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         with _plain_data_only():
@@ -353,18 +365,19 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             raise SkilltrainError("not-found", "no such folder", where=folder / _DEEPSPEED_FOLDER)
     else:
         _restore_optimizer(optimizer, _load_tensors(folder / _optimizer_file(accelerator)))
+    _restore_random_states(accelerator, folder / _random_file(accelerator))
 
-    # A run may resume on more ranks than before, unless the ranks share the weights. A new rank has
-    # no file, and keeps its current random state.
-    random_file = folder / _random_file(accelerator)
-    may_lack_file = accelerator.process_index > 0 and not shards_weights(accelerator)
-    is_new_rank = may_lack_file and not random_file.is_file()
-    if not is_new_rank:
-        random_states = load_file(random_file)
-        torch.set_rng_state(random_states["cpu"])
-        device = accelerator.device
-        if device.type != "cpu":
-            torch.get_device_module(device).set_rng_state(random_states[device.type])
+
+def _restore_random_states(accelerator: Accelerator, file: Path) -> None:
+    """Restore the random states of this process, unless it is new and has no file."""
+    may_be_new = accelerator.process_index > 0 and not shards_weights(accelerator)
+    if may_be_new and not file.is_file():
+        return
+    states = load_file(file)
+    torch.set_rng_state(states["cpu"])
+    device = accelerator.device
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[device.type])
 
 
 def _random_file(accelerator: Accelerator) -> str:
@@ -379,15 +392,11 @@ def _optimizer_file(accelerator: Accelerator) -> str:
 
 
 def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
-    """Restore the state of the optimiser: two moments and a number of steps per parameter.
+    """Restore two moments and a number of steps for each parameter of the optimiser.
 
     Args:
         optimizer: The optimiser that the accelerator has prepared.
-        state_values: This rank's moments and numbers of steps. A key is
-            `<number of the parameter>.<name of the value>`.
-
-    Raises:
-        ValueError: A value is missing, or has another shape than its parameter.
+        state_values: This rank's values by `<number of the parameter>.<name of the value>`.
     """
     parameters = []
     for group in optimizer.param_groups:
@@ -397,7 +406,7 @@ def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
     for key, value in state_values.items():
         number_text, _, name = key.partition(".")
         number = int(number_text)
-        if value.ndim:  # a moment; the number of steps has no dimension
+        if value.ndim:  # a moment
             value = _shard_like(parameters[number], value)
         states.setdefault(number, {})[name] = value
     for number, state in states.items():
@@ -409,14 +418,11 @@ def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
 
 
 def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:
-    """Return values of a parameter as a tensor that is sharded over the ranks like the parameter.
+    """Return this rank's values as a tensor that is sharded like a parameter.
 
     Args:
         parameter: The parameter. Under FSDP2, it is a DTensor.
-        local_values: This rank's part of the values.
-
-    Raises:
-        ValueError: This rank's part of the parameter has another shape.
+        local_values: Values for this rank's part of the parameter.
     """
     result = torch.zeros_like(parameter)
     local_part = result.to_local() if isinstance(result, DTensor) else result  # shares the memory
@@ -431,14 +437,7 @@ def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:
 
 @contextmanager
 def _plain_data_only() -> Iterator[None]:
-    """Let torch.load refuse a file that could run code, in the body of the `with` statement.
-
-    DeepSpeed calls torch.load with weights_only=False, which allows code. The environment variable
-    sets weights_only=True instead.
-    Three classes of DeepSpeed are allowed, because its files contain them. They only hold numbers
-    and settings.
-    """
-    # DeepSpeed is an optional dependency.
+    """Let torch.load refuse files that could run code, inside the `with` statement."""
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore
     from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore
     from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore

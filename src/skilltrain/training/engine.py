@@ -1,4 +1,21 @@
-"""Creates the accelerator of a run: for one process, DDP, FSDP2 or DeepSpeed ZeRO."""
+"""Creates the accelerator of a run: for one process, DDP, FSDP2 or DeepSpeed ZeRO.
+
+Notes:
+    - On a CPU, DeepSpeed prints that it had to look for a GPU, unless DS_ACCELERATOR is set. It
+      would not choose the backend gloo, and with cpu=True accelerate would ignore DeepSpeed.
+    - Expandable segments keep texts of unequal lengths from fragmenting the memory of a GPU.
+    - `gradient_as_bucket_view` saves DDP a copy of each gradient.
+    - accelerate's own FSDP policy would round the loss to bfloat16, and sum gradients in bfloat16.
+    - accelerate would run FSDP on a CPU, or in one process, as plain DDP.
+    - A rank that finds a file in the listing of the shared folder will also see every checkpoint.
+    - Without `unset_hf_deepspeed_config`, transformers loads empty weights under ZeRO-3.
+    - skilltrain accumulates gradients itself, so DeepSpeed's accumulation is 1. accelerate tells
+      DeepSpeed at each backward pass whether a step follows.
+    - DeepSpeed's default clips gradients to 1.0, whatever the recipe says.
+    - By default DeepSpeed refuses PyTorch's AdamW (`zero_allow_untested_optimizer`), also if its
+      state is on the CPU (`zero_force_ds_cpu_optimizer`), and ZeRO-3 refuses to gather the whole
+      weights for a checkpoint.
+"""
 
 import importlib.util
 import math
@@ -27,6 +44,7 @@ from skilltrain.training.settings import TrainingConfig
 
 _SUPPORTED_TYPES = {"NO", "MULTI_CPU", "MULTI_GPU", "FSDP", "DEEPSPEED"}  # names of accelerate
 _VISIBILITY_TIMEOUT = 60.0  # seconds; a network file system may show a new file this late
+_RANK_TIMEOUT = timedelta(hours=1)  # ranks wait while the first one saves a model
 
 
 def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
@@ -35,58 +53,57 @@ def new_accelerator(config: TrainingConfig, quantized: bool) -> Accelerator:
     Args:
         config: Settings of the training run.
         quantized: Whether the frozen weights are in 4 bits.
-
-    Raises:
-        SkilltrainError: This combination cannot work. Nothing has been loaded yet.
     """
-    # Set up the device.
-    device_type = default_device().type
-    on_cpu = device_type == "cpu"
+    on_cpu = default_device().type == "cpu"
     deepspeed = _is_requested("DEEPSPEED")
-    _check_backends(deepspeed)  # DeepSpeed must be installed, and FSDP must have version 2
-    if on_cpu:
-        # Without this setting, DeepSpeed prints that it had to look for a GPU.
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
-    elif device_type == "cuda":
-        torch.set_float32_matmul_precision("high")  # TF32
-        if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(os.environ):
-            # Expandable segments keep texts of unequal lengths from fragmenting the memory.
-            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    _check_backends()
+    _set_up_device()
 
-    # Create the accelerator.
     mixed = config.dtype_on(default_device()) == torch.bfloat16
+    backend = "gloo" if on_cpu and deepspeed else None
     handlers = [
-        InitProcessGroupKwargs(
-            backend="gloo" if on_cpu and deepspeed else None,  # DeepSpeed would choose another one
-            timeout=timedelta(hours=1),  # ranks wait while the first one saves a model
-        ),
-        DistributedDataParallelKwargs(gradient_as_bucket_view=True),  # no copy of each gradient
+        InitProcessGroupKwargs(backend=backend, timeout=_RANK_TIMEOUT),
+        DistributedDataParallelKwargs(gradient_as_bucket_view=True),
     ]
     accelerator = Accelerator(
-        cpu=on_cpu and not deepspeed,  # with cpu=True, accelerate would ignore DeepSpeed
+        cpu=on_cpu and not deepspeed,  # cpu=True would ignore DeepSpeed
         mixed_precision="bf16" if mixed else "no",
         kwargs_handlers=handlers if launched_ranks() > 1 else None,
     )
     _refuse_unsupported(accelerator, config, quantized)
-
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         _set_deepspeed(accelerator, config)
     if accelerator.distributed_type == DistributedType.FSDP and mixed:
-        plugin = accelerator.state.fsdp_plugin
-        assert plugin is not None
-        # accelerate's own policy would round the loss to bfloat16, and sum gradients in bfloat16.
-        plugin.mixed_precision_policy = MixedPrecisionPolicy(
-            param_dtype=torch.bfloat16, reduce_dtype=torch.float32
-        )
+        _set_fsdp_precision(accelerator)
     return accelerator
 
 
-def _check_backends(deepspeed: bool) -> None:
+def _set_up_device() -> None:
+    """Set the process-wide options of PyTorch and DeepSpeed for the default device."""
+    device_type = default_device().type
+    if device_type == "cpu":
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    elif device_type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32
+        if {"PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"}.isdisjoint(os.environ):
+            torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+
+
+def _set_fsdp_precision(accelerator: Accelerator) -> None:
+    """Compute in bfloat16, and sum gradients in float32."""
+    plugin = accelerator.state.fsdp_plugin
+    assert plugin is not None
+    plugin.mixed_precision_policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+
+
+def _check_backends() -> None:
     """Check that a requested DeepSpeed is installed, and that a requested FSDP has version 2."""
     if _is_requested("FSDP") and os.environ.get("FSDP_VERSION", "1") != "2":
         fix = "set fsdp_version: 2, as launch/fsdp2.yaml does"
         raise SkilltrainError("unsupported-launcher", "FSDP version 1 is not supported", fix=fix)
-    if deepspeed and importlib.util.find_spec("deepspeed") is None:
+    if _is_requested("DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
         fix = "pip install 'skilltrain[deepspeed]'"
         raise SkilltrainError("missing-package", "DeepSpeed is not installed", fix=fix)
 
@@ -113,41 +130,37 @@ def launch_of(accelerator: Accelerator) -> str:
 
 
 def check_folder_is_shared(accelerator: Accelerator, folder: Path) -> None:
-    """Check that all ranks see the same folder.
+    """Check that all ranks see a file that the first rank writes into a folder.
 
-    The first rank writes a file into the folder, and all ranks look for it. A rank that finds it in
-    the listing of the folder will also see every checkpoint. All ranks must call this before any of
-    them uses the folder.
-
-    Raises:
-        SkilltrainError: A rank does not see the file. All ranks raise this error.
+    All ranks must call this before any of them uses the folder. All of them raise the error.
     """
     if accelerator.num_processes == 1:
         return
 
-    # Write the file. All ranks get the random name that the first rank has chosen.
     name = of_first_rank(f".seen-by-all-{secrets.token_hex(6)}")
     marker = folder / name
     if accelerator.is_main_process:
         write_text(marker, "")
     accelerator.wait_for_everyone()
 
-    # Wait until this rank sees the file.
-    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
-    while True:
-        is_visible = marker in folder.glob(".seen-by-all-*")
-        if is_visible or time.monotonic() >= deadline:
-            break
-        time.sleep(1)
-
-    # Collect the ranks that do not see it.
-    blind_ranks = gather_object([] if is_visible else [accelerator.process_index])
+    local_blind_ranks = [] if _becomes_visible(marker) else [accelerator.process_index]
+    blind_ranks = gather_object(local_blind_ranks)
     if accelerator.is_main_process:
         marker.unlink(missing_ok=True)
     if blind_ranks:
         fault = f"process {blind_ranks[0]} does not see what process 0 writes here"
         fix = "out must be a folder that all machines share"
         raise SkilltrainError("folder-not-shared", fault, where=folder, fix=fix)
+
+
+def _becomes_visible(file: Path) -> bool:
+    """Wait until the listing of its folder has a file. Return False after a timeout."""
+    deadline = time.monotonic() + _VISIBILITY_TIMEOUT
+    while file not in file.parent.glob("*"):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(1)
+    return True
 
 
 def shards_state() -> bool:
@@ -176,65 +189,53 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
         accelerator: The new accelerator.
         config: Settings of the training run.
         quantized: Whether the frozen weights are in 4 bits.
-
-    Raises:
-        SkilltrainError: They cannot work together.
     """
     kind = accelerator.distributed_type
-    world = accelerator.num_processes
     if kind.value not in _SUPPORTED_TYPES:
         fault = f"the launcher asks for {kind.value}, which is not supported"
         raise SkilltrainError("unsupported-launcher", fault, fix="use a file of launch/")
     if _is_requested("FSDP") and kind != DistributedType.FSDP:
         fault = "accelerate would run FSDP on a CPU, or in one process, as plain DDP"
-        raise SkilltrainError(
-            "unsupported-launcher", fault, fix="use launch/ddp.yaml or launch/cpu.yaml there"
-        )
+        fix = "use launch/ddp.yaml or launch/cpu.yaml there"
+        raise SkilltrainError("unsupported-launcher", fault, fix=fix)
     if kind == DistributedType.DEEPSPEED and not _zero_stage(accelerator):
         fault = "DeepSpeed's ZeRO stage 0 shares nothing"
-        raise SkilltrainError(
-            "unsupported-launcher", fault, fix="use launch/ddp.yaml, or zero_stage: 2"
-        )
-    if config.batch_size % world:
-        # Suggest the next larger batch, and about the same number of queries per update.
-        batch = world * math.ceil(config.batch_size / world)
-        accumulation = max(1, round(config.batch_size * config.accumulation / batch))
-        fault = (
-            f"training.batch_size {config.batch_size} cannot be shared equally by {world} processes"
-        )
-        fix = (
-            f"give training.batch_size={batch} training.accumulation={accumulation}, "
-            f"{batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
-        )
-        raise SkilltrainError("uneven-batch", fault, fix=fix)
+        fix = "use launch/ddp.yaml, or zero_stage: 2"
+        raise SkilltrainError("unsupported-launcher", fault, fix=fix)
+    _refuse_uneven_batch(config, accelerator.num_processes)
     if quantized and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
         fault = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
-        raise SkilltrainError(
-            "unsupported-launcher", fault, fix="use launch/ddp.yaml, or adapter.quantize=none"
-        )
+        fix = "use launch/ddp.yaml, or adapter.quantize=none"
+        raise SkilltrainError("unsupported-launcher", fault, fix=fix)
+
+
+def _refuse_uneven_batch(config: TrainingConfig, num_processes: int) -> None:
+    """Check that the processes can share a batch equally. The error suggests a larger batch."""
+    if config.batch_size % num_processes == 0:
+        return
+    batch = num_processes * math.ceil(config.batch_size / num_processes)
+    accumulation = max(1, round(config.batch_size * config.accumulation / batch))
+    fault = f"training.batch_size {config.batch_size} cannot be shared equally"
+    fault += f" by {num_processes} processes"
+    fix = (
+        f"give training.batch_size={batch} training.accumulation={accumulation}, "
+        f"{batch * accumulation} queries per update; or --num_processes 1 to accelerate launch"
+    )
+    raise SkilltrainError("uneven-batch", fault, fix=fix)
 
 
 def _set_deepspeed(accelerator: Accelerator, config: TrainingConfig) -> None:
-    """Set DeepSpeed's settings that must follow the recipe, or whose defaults fail.
-
-    Args:
-        accelerator: Accelerator of the run, which uses DeepSpeed.
-        config: Settings of the training run.
-    """
+    """Set DeepSpeed's settings that must follow the recipe, or whose defaults fail."""
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
-    unset_hf_deepspeed_config()  # otherwise transformers loads empty weights under ZeRO-3
+    unset_hf_deepspeed_config()
     plugin = accelerator.state.deepspeed_plugin
     assert plugin is not None
     settings = plugin.deepspeed_config
     settings["train_micro_batch_size_per_gpu"] = config.batch_size // accelerator.num_processes
-    # skilltrain accumulates gradients itself. accelerate tells DeepSpeed at each backward pass
-    # whether a step follows.
     settings["gradient_accumulation_steps"] = 1
-    settings["gradient_clipping"] = config.max_grad_norm  # by default 1.0, whatever the recipe says
-    # Accept PyTorch's AdamW, also if its state is on the CPU.
+    settings["gradient_clipping"] = config.max_grad_norm
     settings["zero_allow_untested_optimizer"] = True
     settings["zero_force_ds_cpu_optimizer"] = False
-    # Let a checkpoint gather the whole weights, which ZeRO-3 refuses by default.
     if plugin.zero_stage == 3:
         settings["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True

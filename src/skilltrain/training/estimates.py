@@ -1,6 +1,10 @@
-"""Counts what a training run reads, and measures its memory and time for `--dry-run`."""
+"""Counts what a training run reads, and measures its memory and time for `--dry-run`.
 
-from collections.abc import Sequence
+Notes:
+    - A list counts all its skills, but an encoder in training encodes a skill only once per batch.
+    - Only the padding of every n-th batch is computed, because it takes time.
+"""
+
 from itertools import chain
 from statistics import fmean
 from typing import Any
@@ -8,7 +12,7 @@ from typing import Any
 import torch
 
 from skilltrain.terminal import launched_ranks
-from skilltrain.training.loop import Batch, Training, largest_batch, step_batches
+from skilltrain.training.loop import Training, largest_batch, step_batches
 from skilltrain.training.memory import peak_bytes
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepModule
@@ -18,23 +22,14 @@ _NUM_SAMPLED_BATCHES = 100  # their padding is computed, and taken for that of a
 
 
 def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
-    """Count what a training run reads and computes, for `--dry-run`.
+    """Count what a training run reads and computes, by summary key.
 
-    `list_tokens` counts a skill once for each of its lists. An encoder in training encodes
-    it only once per batch.
-
-    Args:
-        step: The module that holds the model, its loss and the training set.
-        config: Settings of the training run.
-
-    Returns:
-        Counts and shares by summary key.
+    `list_tokens` counts a skill once for each of its lists.
     """
     lists = step.data.lists
     max_tokens = step.model.settings.max_tokens
     tokens = 0
     for training_list in lists:
-        # Lengths of the skills. For a reranker, they include the query.
         tokens += sum(min(length, max_tokens) for length in step.lengths(training_list))
         if isinstance(step, EncoderStep):
             tokens += len(step.query_token_ids[training_list.query])
@@ -51,40 +46,33 @@ def count_work(step: StepModule, config: TrainingConfig) -> dict[str, Any]:
 def measure_run(training: Training) -> dict[str, float]:
     """Run the largest batch, to estimate the memory and the time of the training run.
 
-    Evaluations and checkpoints are not included in the time.
+    The time of a batch is proportional to its tokens, with padding.
 
     Returns:
-        `memory_mib`, the peak memory of this rank, and `hours`, the time of all batches. On a CPU
-        the memory includes an allowance for the growth of the heap.
+        `memory_mib` of this rank, and `hours` without evaluations and checkpoints.
     """
     step = training.step_module
     steps = step_batches(step.data.lists, training.config)
-    batches: Sequence[Batch] = [*chain.from_iterable(steps)]
+    batches = [*chain.from_iterable(steps)]
     largest = largest_batch(step, batches)
-    seconds = training.probe_memory(largest)  # also sets the peak memory that is read below
+    seconds = training.probe_memory(largest)  # sets the peak memory
 
-    # Compute the padding of every n-th batch only, because it takes time.
     interval = max(1, len(batches) // _NUM_SAMPLED_BATCHES)
     sample = batches[::interval]
-    # `padded_tokens` returns a number for each micro-batch of a batch.
     mean_tokens = fmean(sum(step.padded_tokens(batch)) for batch in sample)
     largest_tokens = sum(step.padded_tokens(largest))
-
-    # The time of a batch is proportional to its tokens, including padding.
     hours_if_all_largest = seconds / 3600 * len(batches)
     hours = hours_if_all_largest * mean_tokens / largest_tokens
     device = training.accelerator.device
-    peak: float = peak_bytes(device)
-    if device.type == "cpu":
-        peak *= _HEAP_GROWTH
-    return {"memory_mib": round(peak / 2**20, 1), "hours": float(f"{hours:.2g}")}
+    heap_growth = _HEAP_GROWTH if device.type == "cpu" else 1
+    memory_mib = peak_bytes(device) * heap_growth / 2**20
+    return {"memory_mib": round(memory_mib, 1), "hours": float(f"{hours:.2g}")}
 
 
 def counts_of(step: StepModule) -> dict[str, int]:
     """Count lists, skills, pairs and parameters, by summary key.
 
-    Call this function before a launcher shards the model, because it counts the parameters of this
-    process.
+    Call this before a launcher shards the parameters.
     """
     num_parameters = 0
     num_trained = 0
@@ -108,16 +96,17 @@ def counts_of(step: StepModule) -> dict[str, int]:
 
 
 def truncated_share(step: StepModule) -> float:
-    """Return the share of positives whose text is longer than `max_tokens`, and truncated."""
-    limit = step.model.settings.max_tokens
-    if isinstance(step, EncoderStep):
-        # An encoder's texts are already truncated, so none is longer than `max_tokens`. A text of
-        # exactly `max_tokens` tokens is assumed to be a truncated one.
-        limit -= 1
-    is_truncated: list[bool] = []  # of each positive
+    """Return the share of positives that are longer than `max_tokens`, and so truncated.
+
+    An encoder's texts are already truncated, so a text of `max_tokens` counts as longer.
+    """
+    max_tokens = step.model.settings.max_tokens
+    texts_are_truncated = isinstance(step, EncoderStep)
+    min_length = max_tokens if texts_are_truncated else max_tokens + 1
+    is_longer = []  # for each positive
     for training_list in step.data.lists:
         lengths = step.lengths(training_list)
         for length, is_positive in zip(lengths, training_list.is_positive, strict=True):
             if is_positive:
-                is_truncated.append(length > limit)
-    return round(fmean(is_truncated), 4)
+                is_longer.append(length >= min_length)
+    return round(fmean(is_longer), 4)

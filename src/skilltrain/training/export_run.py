@@ -30,22 +30,11 @@ def export_run(
     form: Form | None = None,
     adapter_only: bool = False,
 ) -> dict[str, Any]:
-    """Write the model of a training run to the folder `out`.
+    """Write the model of a training run to an empty or new folder.
 
     Args:
-        run: Folder of a training run, finished or not.
-        out: Folder to write. It must be empty or not exist.
-        checkpoint: `step-N` or `best`. By default the final model of a finished run, or the newest
-            checkpoint of an unfinished run.
-        published: Facts for the model card that the run does not know.
-        form: Form of the model, if not the one that training saves.
-        adapter_only: Whether to write only the adapter (LoRA), without a card.
-
-    Returns:
-        `out`, `stage`, and `checkpoint`, the name of the checkpoint with these weights.
-
-    Raises:
-        SkilltrainError: The run has no such checkpoint, form, adapter or report.
+        checkpoint: `step-N`, `best`, or None for the final model, else the newest checkpoint.
+        form: Form of the model, if not the trained one.
     """
     config, summary = _read_run(run)
     is_final_model = bool(summary) and checkpoint is None
@@ -57,24 +46,19 @@ def export_run(
         fault = "trained all weights, no adapter"
         raise SkilltrainError("conflicting-settings", fault, where=run, fix="leave out --adapter")
 
-    final_checkpoint = summary.get("checkpoint")  # None for an unfinished run
+    final_checkpoint = summary.get("checkpoint")
     checkpoint_name = final_checkpoint
     with staged_folder(out) as staged:
         if is_final_model and not adapter_only:
             copy_model(run, staged)
         else:
-            # Without a name, take the newest checkpoint.
-            requested_name = checkpoint or final_checkpoint
-            source = _find_checkpoint(run, requested_name)
+            source = _find_checkpoint(run, checkpoint or final_checkpoint)
             checkpoint_name = source.name
             if checkpoint_name != final_checkpoint:
-                summary = {}  # it describes the final model
+                summary = {}  # about the final model
             save_trained(config, source, staged, summary, adapter_only)
-
         if form is not None:
             write_form(staged, form)
-
-        # Write the model card. The card does not name the final checkpoint.
         if not adapter_only:
             model = open_model(staged, "meta")
             recipe = config.model_dump(mode="json")
@@ -85,29 +69,21 @@ def export_run(
 
 
 def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
-    """Return the settings and the summary of a run. The summary of an unfinished run is empty.
-
-    Raises:
-        SkilltrainError: The folder holds no training run, or another release wrote it.
-    """
+    """Return the settings and the summary of a run. The summary of an unfinished run is empty."""
     record = record_of(run)
     if not record:
+        fault = f"holds no record of a training run: {RUN_FILE}"
         fix = "give the folder that a training wrote to (its out=…)"
-        raise SkilltrainError(
-            "no-run", f"holds no record of a training run: {RUN_FILE}", where=run, fix=fix
-        )
-    train_again = f"train again: skilltrain train {run / RECIPE_FILE} out=…"
-    RUN_FORMAT.check(record, run, fix=train_again)
-
-    # Load the settings.
-    recipe = load_recipe(run / RECIPE_FILE)
+        raise SkilltrainError("no-run", fault, where=run, fix=fix)
+    file = run / RECIPE_FILE
+    RUN_FORMAT.check(record, run, fix=f"train again: skilltrain train {file} out=…")
+    recipe = load_recipe(file)
     name = str(recipe.get("stage"))
     stage = load_stage(name)
     if not issubclass(stage, Train):
-        raise SkilltrainError(
-            "wrong-stage", f"is a run of stage {name}, which trains no model", where=run
-        )
-    config = validate(stage, recipe, run / RECIPE_FILE)
+        fault = f"is a run of stage {name}, which trains no model"
+        raise SkilltrainError("wrong-stage", fault, where=run)
+    config = validate(stage, recipe, file)
     summary = record["summary"] if record["finished"] else {}
     return config, summary
 
@@ -118,9 +94,6 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     Args:
         run: Folder of a training run.
         name: `step-N`, `best`, or None for the newest.
-
-    Raises:
-        SkilltrainError: There is no such checkpoint.
     """
     folder = run / CHECKPOINTS
     paths = {path.name: path for path in checkpoints(folder)}
@@ -145,34 +118,21 @@ def push_model(
     into_existing: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Upload a model to the repository `published.repo` on the Hub.
+    """Upload a finished training run, or an export, to `published.repo` on the Hub.
 
-    This is one commit, which deletes all other files of the repository.
+    All other files of the repository are deleted.
 
     Args:
-        run: Folder of a finished training run, or one that `export_run` wrote.
-        published: Facts for the model card that the run does not know.
-        form: Form of the model, if not the one that training saves.
-        public: Whether the repository is public.
-        into_existing: Whether to upload into an existing repository that holds only a README.md.
-            The README.md is replaced.
-        dry_run: Whether to check everything but send nothing.
-
-    Returns:
-        `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
-
-    Raises:
-        SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
+        into_existing: Whether the repository may exist, with a README.md to replace.
+        dry_run: Whether to send nothing.
     """
     assert published.repo is not None
     if not run.is_dir():
         raise SkilltrainError("not-found", "no such folder", where=run)
     record = record_of(run)  # empty for an export
-    # An export takes no options, because it is uploaded unchanged.
     has_options = bool(form or published.license or published.reports or published.base_model)
     _check_pushable(run, record, has_options)
 
-    # Export a run, or copy an export, and upload the files.
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
         if record:
@@ -180,7 +140,6 @@ def push_model(
         else:
             copy_model(run, folder)
             rename_model(folder / "README.md", published.repo)
-
         paths = check_folder(folder)
         sizes = {name: path.stat().st_size for name, path in paths.items()}
         card = paths["README.md"].read_text(encoding="utf-8")
@@ -192,30 +151,19 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
     """Check that a folder can be pushed: a finished run, or an export.
 
     Args:
-        run: The folder.
         record: Record of the run; empty for an export.
-        has_options: Whether the user gives a form, a licence, a base model or reports. An export
-            cannot take them, because it already has its form and its model card.
-
-    Raises:
-        SkilltrainError: The folder cannot be pushed.
+        has_options: Whether the user gives options, which an export cannot take.
     """
     if record and not record.get("finished"):
+        fault = "this training has not finished"
         fix = "continue it with --resume, or export a checkpoint and push that"
-        raise SkilltrainError(
-            "unfinished-run", "this training has not finished", where=run, fix=fix
-        )
+        raise SkilltrainError("unfinished-run", fault, where=run, fix=fix)
     if not record and has_options:
+        fault = "is an export, which is pushed unchanged"
         fix = "give --form, --license, --base-model and --report to `skilltrain export`"
-        raise SkilltrainError(
-            "conflicting-settings",
-            "is an export, which is pushed unchanged",
-            where=run,
-            fix=fix,
-        )
+        raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
     for name in (CHECKPOINT_FILE, "config.json", "README.md"):
         if not (run / name).is_file():
+            fault = f"holds no model to push: no {name}"
             fix = "give a finished training run, or an export of one (without --adapter)"
-            raise SkilltrainError(
-                "not-a-model", f"holds no model to push: no {name}", where=run, fix=fix
-            )
+            raise SkilltrainError("not-a-model", fault, where=run, fix=fix)

@@ -1,4 +1,11 @@
-"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers."""
+"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers.
+
+Notes:
+    - wandb gets the public sections of the recipe and the metrics, but no console output, source
+      code, git state, packages or host name. WANDB_PROJECT sets the project.
+    - Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
+      whose origin is None.
+"""
 
 import importlib.util
 import json
@@ -74,8 +81,8 @@ class TrainingLog:
 
     def write_dev(self, step: int, metrics: Mapping[str, Interval]) -> None:
         """Write the metrics of an evaluation after `step`, with the interval of each."""
-        row: dict[str, Any] = {}
-        tracked: dict[str, float] = {}
+        row = {}
+        tracked = {}
         for name, interval in metrics.items():
             row[name] = _round(asdict(interval)) | {"n": interval.n}
             tracked[f"dev/{name}"] = interval.mean
@@ -87,21 +94,16 @@ class TrainingLog:
         """Write the metrics of a step.
 
         Args:
-            step: Number of the step.
             row: Metrics as the file gets them.
             tracked: Metrics as the trackers get them.
-
-        Raises:
-            SkilltrainError: The file cannot be written.
         """
         if not self.active:
             return
         try:
             self.file.write(json.dumps({"step": step, **row}, allow_nan=False) + "\n")
         except OSError as error:
-            raise SkilltrainError(
-                "cannot-write", f"cannot write: {reason_of(error)}", where=self.path
-            ) from error
+            fault = f"cannot write: {reason_of(error)}"
+            raise SkilltrainError("cannot-write", fault, where=self.path) from error
         for tracker in self.trackers:
             tracker.log(tracked, step=step)
 
@@ -112,23 +114,15 @@ def open_trackers(
     """Open accelerate's trackers of a run. Only the first process gets them.
 
     Args:
-        names: Trackers to open.
         folder: Folder of the run, and of the trackers' files.
-        recipe: Recipe of the run. wandb gets its public sections and the metrics, but no console
-            output, source code, git state, packages or host name. WANDB_PROJECT sets the project.
-
-    Raises:
-        SkilltrainError: The package of a tracker is not installed.
+        recipe: Recipe of the run. Trackers get only its public sections.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
-        # Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
-        # whose origin is None.
         if spec is None or spec.origin is None:
             fix = "pip install 'skilltrain[trackers]'"
             raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)
-
-    trackers: list[GeneralTracker] = []
+    trackers = []
     if not is_main_process():
         return trackers
     if "wandb" in names:
@@ -144,21 +138,20 @@ def _wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> WandBTracker:
     """Return a tracker that sends metrics and public settings to wandb, and nothing else."""
     import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
-    settings = wandb.Settings(
-        console="off",
-        host="",
-        disable_git=True,
-        disable_code=True,
-        save_code=False,
-        x_disable_meta=True,
-        x_save_requirements=False,
-    )
     return WandBTracker(
         os.environ.get("WANDB_PROJECT", "skilltrain"),
         name=folder.resolve().name,
         dir=str(folder),
         config={key: recipe[key] for key in _PUBLIC_SECTIONS if key in recipe},
-        settings=settings,
+        settings=wandb.Settings(
+            console="off",
+            host="",
+            disable_git=True,
+            disable_code=True,
+            save_code=False,
+            x_disable_meta=True,
+            x_save_requirements=False,
+        ),
     )
 
 
@@ -173,7 +166,7 @@ def _read_lines(path: Path, last_step: int) -> Iterator[str]:
 
 def _round(metrics: Mapping[str, float]) -> dict[str, float | None]:
     """Round to seven digits, the precision of float32. NaN and infinity become None."""
-    rounded: dict[str, float | None] = {}
+    rounded = {}
     for name, value in metrics.items():
         rounded[name] = float(f"{value:.7g}") if math.isfinite(value) else None
     return rounded

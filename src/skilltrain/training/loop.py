@@ -1,4 +1,23 @@
-"""The training loop, which encoders and rerankers share."""
+"""The training loop, which encoders and rerankers share.
+
+Notes:
+    - A resumed run keeps the token budget of its first start: another one changes the rounding.
+    - A signal may reach ranks in different steps, but all ranks must save together.
+    - The model returns a sum over this rank's queries. The launcher divides gradients by the number
+      of processes, so the loss is multiplied by it first. The launcher does not divide losses.
+    - Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each rank
+      would have to hold the whole gradient until the last batch.
+    - DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
+    - AdamW creates its moments in the first step, so the probe holds tensors of ones before it.
+      Empty tensors would not do: a CPU only reserves their memory.
+    - If a step has several batches, its later ones need memory beside the gradients of the first,
+      so the probe runs the batch twice.
+    - On a CPU a probe would take too long, and DeepSpeed would update the weights in it.
+    - Tensors of different lengths fragment glibc's heap. Without `return_free_memory`, a run used
+      2.1 GB after 35 steps, only 0.6 GB of it for tensors, and its memory grew further.
+    - Some batch systems send SIGTERM to the launcher and to its workers, so a second SIGTERM does
+      not stop at once: the checkpoint must still be completed.
+"""
 
 import ctypes
 import math
@@ -73,13 +92,12 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
 
     Of all lists with weight 2.3, for example, a random 30% occur three times and the others twice.
     """
-    lists_by_weight: dict[float, list[TrainingList]] = {}
+    lists_by_weight = {}
     for training_list in lists:
         lists_by_weight.setdefault(training_list.weight, []).append(training_list)
 
-    sample: list[TrainingList] = []
+    sample = []
     for weight, group in lists_by_weight.items():
-        # The whole part of the weight, then the fraction.
         sample += group * int(weight)
         fraction = weight % 1
         if fraction:
@@ -140,13 +158,7 @@ def train(
     Returns:
         The position at the end, and the checkpoint to use: the best on the dev benchmark, or the
         last one without a benchmark.
-
-    Raises:
-        SkilltrainError: The loss or the gradient is not finite, or the gradient is too large. The
-            error names the step's queries.
-        StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
     """
-    # Refuse to overwrite the checkpoints of an earlier run.
     check_folder_is_shared(accelerator, run.checkpoints)
     old_checkpoints = checkpoints(run.checkpoints)
     if old_checkpoints and not run.resume:
@@ -177,11 +189,7 @@ class Training:
     def __init__(
         self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
     ) -> None:
-        """Prepare the model and the optimiser. To resume, restore the newest checkpoint.
-
-        Raises:
-            SkilltrainError: The newest checkpoint cannot be read, or does not fit the model.
-        """
+        """Prepare the model and the optimiser. To resume, restore the newest checkpoint."""
         set_seed(config.seed)
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
@@ -199,7 +207,7 @@ class Training:
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
 
-        # A resumed run keeps the token budget of its first start: another one changes the rounding.
+        # Keep the budget when resuming.
         token_budget = self.position.token_budget or step.settings.token_budget
         self.position.token_budget = token_budget
         step.settings = replace(step.settings, token_budget=token_budget)
@@ -291,12 +299,9 @@ class Training:
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Run one optimiser step, and return its metrics by name.
 
-        All queries of the step have the same weight.
-
         Args:
-            batches: Batches of the step. Each one holds the lists of all ranks.
+            batches: Batches of the step, with the lists of all ranks.
         """
-        # Compute the gradients, check them, and change the weights.
         start_time = time.monotonic()
         num_queries = sum(len(batch) for batch in batches)
         mean_loss = self._backward(batches, num_queries)
@@ -305,13 +310,12 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-        # Add the tokens of all ranks, without and with padding.
+        # Tokens of all ranks
         count = self.step_module.count
         counts = self._sum_over_ranks([count["tokens"], count["padded_tokens"]])
         num_tokens, num_padded_tokens = counts.tolist()
         count.clear()
 
-        # Update the position.
         self.position.step += 1
         self.position.loss = mean_loss
         self.position.queries += num_queries
@@ -332,44 +336,26 @@ class Training:
         return metrics
 
     def _backward(self, batches: Sequence[Batch], num_queries: int) -> float:
-        """Accumulate the gradients of the step's loss, the mean over the queries of all batches.
+        """Accumulate the gradients of a step, and return its loss, the mean over all queries.
 
         Args:
-            batches: Batches of the step. Each one holds the lists of all ranks.
+            batches: Batches of the step, with the lists of all ranks.
             num_queries: Number of queries in all batches.
-
-        Returns:
-            The step's loss.
-
-        Raises:
-            SkilltrainError: The loss is no single number.
         """
         accelerator = self.accelerator
-        # The model returns the sum over this rank's queries, and the mean is over `num_queries`.
-        # The launcher divides the gradients by num_processes, so they are multiplied by it first.
-        loss_scale = accelerator.num_processes / num_queries
-
-        # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each
-        # rank would have to hold the whole gradient until the last batch.
-        syncs_always = shards_state()
-
+        loss_scale = accelerator.num_processes / num_queries  # launchers average over ranks
+        syncs_every_batch = shards_state()
         scaled_sum = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            # DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
-            accelerator.sync_gradients = is_last
-            is_synced = is_last or syncs_always
+            accelerator.sync_gradients = is_last  # for DeepSpeed
+            is_synced = is_last or syncs_every_batch
             context = nullcontext() if is_synced else accelerator.no_sync(self.model)
             with context:
                 loss = self.model(batch) * loss_scale
-                if loss.ndim > 0:
-                    problem = f"returns a tensor of shape {tuple(loss.shape)}, not a number"
-                    fix = "return the sum over queries"
-                    raise SkilltrainError("unusable-plugin", problem, where="loss", fix=fix)
+                _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
-
-        # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
 
     def _clip_gradients(self) -> float:
@@ -380,13 +366,7 @@ class Training:
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _evaluate_if_due(self, is_last: bool, log: TrainingLog) -> bool:
-        """Evaluate the model on the dev benchmark every few steps, and after the last step.
-
-        All ranks must call this.
-
-        Args:
-            is_last: Whether the last step has been done.
-            log: Log for the metrics.
+        """Evaluate on the dev benchmark every few steps, and after the last step.
 
         Returns:
             Whether the model was evaluated, and is better than in all evaluations before.
@@ -403,7 +383,7 @@ class Training:
         with torch.no_grad():
             metrics = dev.evaluate(self.model)
         self.model.train()
-        self.step_module.count.clear()  # drop the tokens of the evaluation
+        self.step_module.count.clear()  # tokens of the evaluation
 
         log.write_dev(num_steps_done, metrics)
         say(f"step {num_steps_done}: {dev.line(metrics)}")
@@ -422,28 +402,16 @@ class Training:
     def probe_memory(self, batch: Batch) -> float:
         """Run the largest batch forward and backward, so that a lack of memory shows at once.
 
-        Weights and random states do not change, and the gradients are dropped. All ranks must call
-        this.
-
-        Args:
-            batch: The largest batch.
+        Weights and random states do not change. All ranks must call this.
 
         Returns:
             Seconds of one forward and backward pass.
         """
-        # AdamW creates its two moments of each parameter in the first step. Until then, tensors of
-        # ones occupy their memory. Empty tensors would not do: a CPU only reserves their memory.
         device = self.accelerator.device
-        moments = []
-        if not self.optimizer.state:
-            for parameter in self.model.parameters():
-                if parameter.requires_grad:
-                    moments += [torch.ones_like(parameter), torch.ones_like(parameter)]
-
-        # If a step has several batches, its later ones need memory beside the gradients of the
-        # first. So the batch runs twice, and the second run is timed.
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            if self.config.accumulation > 1:
+        moments = self._placeholder_moments()
+        rng_devices = [device] if device.type == "cuda" else []
+        with torch.random.fork_rng(devices=rng_devices):
+            if self.config.accumulation > 1:  # gradients stay in memory
                 self.accelerator.backward(self.model(batch))
             start_time = time.monotonic()
             self.accelerator.backward(self.model(batch))
@@ -451,7 +419,7 @@ class Training:
             torch.cuda.synchronize(device)
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
-        self.step_module.count.clear()  # drop the tokens of this batch
+        self.step_module.count.clear()
         del moments
 
         if device.type == "cuda":
@@ -460,29 +428,41 @@ class Training:
             say(f"the largest batch takes {peak:.1f} of the GPU's {total:.1f} GiB")
         return seconds
 
+    def _placeholder_moments(self) -> list[Tensor]:
+        """Return tensors as large as AdamW's moments, which the first step creates."""
+        moments = []
+        if not self.optimizer.state:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:
+                    moments += [torch.ones_like(parameter), torch.ones_like(parameter)]
+        return moments
+
+
+def _check_is_number(loss: Tensor) -> None:
+    """Check that a loss is a tensor of one number."""
+    if loss.ndim > 0:
+        problem = f"returns a tensor of shape {tuple(loss.shape)}, not a number"
+        fix = "return the sum over queries"
+        raise SkilltrainError("unusable-plugin", problem, where="loss", fix=fix)
+
 
 def _check_step(
     loss: float, grad_norm: float, batches: Sequence[Batch], max_grad_norm: float
 ) -> None:
-    """Check a step before its gradient changes the weights.
+    """Check the loss and the gradient of a step before the gradient changes the weights.
 
     Args:
-        loss: Mean loss of the step.
-        grad_norm: Norm of its gradient, before clipping.
+        grad_norm: Norm of the gradient, before clipping.
         batches: Batches of the step, for the error.
         max_grad_norm: Largest norm that is allowed.
-
-    Raises:
-        SkilltrainError: The loss or the gradient is not finite, or the gradient is too large.
     """
     if not math.isfinite(loss):
         fault = "the loss is not a finite number"
     elif not math.isfinite(grad_norm):
         fault = "the gradient is not a finite number"
     elif grad_norm > max_grad_norm:
-        fault = (
-            f"the gradient norm {grad_norm:.3g} exceeds training.stop_grad_norm {max_grad_norm:.3g}"
-        )
+        limit = f"training.stop_grad_norm {max_grad_norm:.3g}"
+        fault = f"the gradient norm {grad_norm:.3g} exceeds {limit}"
     else:
         return
 
@@ -507,20 +487,13 @@ def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
 
 
 def can_probe(accelerator: Accelerator) -> bool:
-    """Return whether `Training` can run a batch only to measure its memory.
-
-    On a CPU it would take too long, and DeepSpeed would update the weights in the backward pass.
-    """
+    """Return whether `Training` can run a batch only to measure its memory."""
     uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.device.type == "cuda" and not uses_deepspeed
 
 
 def return_free_memory(step: int, device: torch.device) -> None:
-    """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU.
-
-    Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
-    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
-    """
+    """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU."""
     is_due = device.type == "cpu" and step % _STEPS_PER_TRIM == 0
     if is_due and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)

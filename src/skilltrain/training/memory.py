@@ -1,4 +1,16 @@
-"""Chooses the memory settings of a training run before its first step."""
+"""Chooses the memory settings of a training run before its first step.
+
+Notes:
+    - The stages that this process ran before leave free memory in the heap.
+    - On a CPU the weights are in memory already, so the available memory does not include theirs.
+    - All ranks must choose the same settings, so the memory of the first rank counts.
+    - On a CPU the last choice may need more than the preferred memory, which leaves room for other
+      programs, but not more than is available.
+    - On a GPU, the available memory includes the tensors of this process. On a CPU it is the share
+      of a rank, and a container may have less memory than the machine.
+    - Linux reports the peak of the resident memory as VmHWM, and Windows as peak_wset. macOS
+      reports only the present memory.
+"""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -30,47 +42,28 @@ _STATUS = Path("/proc/self/status")  # on Linux
 def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.device) -> None:
     """Choose recomputation and the token budget, unless the recipe sets them.
 
-    The choices of `memory_choices` are tried in their order, until one fits. The chosen values are
-    set in `step.settings`, and one line of output names them.
+    The choice is set in `step.settings`.
 
     Args:
         step: The step module, whose network is not yet sharded.
-        config: Settings of the training run.
         device: Device on which the run trains.
-
-    Raises:
-        SkilltrainError: The available memory is too small for every choice.
     """
-    return_free_memory(0, device)  # of the stages that this process ran before
-
-    # Compute the memory that is left for the activations of the largest batch.
-    batches = chain.from_iterable(step_batches(step.data.lists, config))
-    batch = largest_batch(step, batches)
+    return_free_memory(0, device)
+    batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
-    needed_by_state = held_bytes(step)
-    if device.type == "cpu":
-        # The weights are in memory already, so the available memory does not include theirs.
-        needed_by_state -= weight_bytes(step)
-    # All ranks must choose the same settings, so the memory of the first rank counts.
+    bytes_in_use = weight_bytes(step) if device.type == "cpu" else 0
+    needed_by_state = held_bytes(step) - bytes_in_use
     available = of_first_rank(available_bytes(device)) - needed_by_state
-
-    # Take the first choice that needs at most the preferred memory, else the last choice. A CPU
-    # leaves memory for other programs.
     preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
+
     needed = 0.0
     for settings in memory_choices(step.settings, config):
         step.settings = settings
-        # The ranks share the batch.
         needed = activation_bytes(step, batch, bytes_per_token) / launched_ranks()
         if needed <= preferred:
             break
-
-    # The last choice may need more than the preferred memory, but not more than is available.
     if needed > available:
-        problem = f"the largest batch needs {needed / GIB:.1f} GiB for activations"
-        problem += f", and {max(0.0, available) / GIB:.1f} GiB are left for them"
-        fix = "lower training.batch_size (with more accumulation) or model.max_tokens"
-        raise SkilltrainError("out-of-memory", problem, where="training", fix=fix)
+        raise _out_of_memory(needed, available)
 
     if step.settings.recompute:
         checkpoint_layers(step.model.network)
@@ -81,13 +74,20 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     )
 
 
+def _out_of_memory(needed: float, available: float) -> SkilltrainError:
+    """Return the error for activations that need more bytes than are available."""
+    problem = f"the largest batch needs {needed / GIB:.1f} GiB for activations"
+    problem += f", and {max(0.0, available) / GIB:.1f} GiB are left for them"
+    fix = "lower training.batch_size (with more accumulation) or model.max_tokens"
+    return SkilltrainError("out-of-memory", problem, where="training", fix=fix)
+
+
 def memory_choices(settings: StepSettings, config: TrainingConfig) -> Iterator[StepSettings]:
     """Yield the settings to try: the fastest first, then settings that need less memory.
 
     Args:
         settings: Settings of the step, with the largest token budget.
-        config: Settings of the recipe. If they set `recompute` or `token_budget`, that value does
-            not change.
+        config: Settings of the recipe. Values that it sets do not change.
     """
     recompute = config.recompute
     if recompute is None:
@@ -103,24 +103,20 @@ def memory_choices(settings: StepSettings, config: TrainingConfig) -> Iterator[S
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes that this rank may take on its device.
-
-    On a GPU, they include the bytes that tensors of this process already take. On a CPU, they are
-    its share of the free memory, because all ranks on one machine take from it.
-    """
+    """Return the bytes of a device that this rank may take, including its own tensors."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)  # by this process
+        allocated = torch.cuda.memory_allocated(device)
         return int(_GPU_SHARE * (free + allocated))
 
-    # On a CPU, a container may have less memory than the machine.
     available = psutil.virtual_memory().available
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
         used = int((_CONTAINER / "memory.current").read_text())
         lines = (_CONTAINER / "memory.stat").read_text().splitlines()
-        cached = int(dict(line.split() for line in lines)["inactive_file"])  # given up on demand
-    except (OSError, ValueError, KeyError):  # no container, or one without a limit
+        bytes_by_use = dict(line.split() for line in lines)
+        cached = int(bytes_by_use["inactive_file"])  # given up on demand
+    except (OSError, ValueError, KeyError):  # no container limit
         return available // ranks_on_machine()
     return min(available, limit - used + cached) // ranks_on_machine()
 
@@ -135,45 +131,42 @@ def held_bytes(module: nn.Module) -> float:
     total = weight_bytes(module)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            total += parameter.nbytes  # the gradient is as large as the weight
+            total += parameter.nbytes  # the gradient
             total += _ADAMW_BYTES * parameter.numel()
     num_shards = launched_ranks() if shards_state() else 1
     return total / num_shards
 
 
 def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> int:
-    """Return the bytes that the activations of a batch take, if one process computes all of it.
+    """Return the bytes that the activations of a batch take on one process.
 
     Args:
         step: The step module.
         batch: Lists of the batch.
-        bytes_per_token: Bytes that one layer saves per token, for the backward pass.
+        bytes_per_token: Bytes that a layer saves per token for the backward pass.
     """
     network = step.model.network
     num_layers = network.config.num_hidden_layers
-    num_tokens = step.padded_tokens(batch)  # of each micro-batch
+    tokens_by_micro_batch = step.padded_tokens(batch)
+    num_tokens = sum(tokens_by_micro_batch)
     if not step.settings.recompute:
-        return round(sum(num_tokens) * num_layers * bytes_per_token)
+        return round(num_tokens * num_layers * bytes_per_token)
 
-    # With recomputation, each layer saves only its input, a vector per token. The backward pass
-    # recomputes the activations of one layer for one micro-batch at a time.
     vector_bytes = network.config.hidden_size * network.get_input_embeddings().weight.element_size()
-    return round(sum(num_tokens) * num_layers * vector_bytes + max(num_tokens) * bytes_per_token)
+    saved_inputs = num_tokens * num_layers * vector_bytes
+    recomputed_layer = max(tokens_by_micro_batch) * bytes_per_token
+    return round(saved_inputs + recomputed_layer)
 
 
 def peak_bytes(device: torch.device) -> int:
     """Return the largest number of bytes that this process has occupied so far.
 
-    This is the memory of tensors on a GPU, and the resident memory of the process on a CPU.
+    This is the memory of tensors on a GPU, and the resident memory on a CPU.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-
-    # Linux reports the peak of the resident memory as VmHWM.
-    if _STATUS.exists():
+    if _STATUS.exists():  # Linux
         status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(status["VmHWM"].removesuffix("kB"))
-
-    # Windows reports the peak as peak_wset. macOS reports only the present memory.
     memory: Any = psutil.Process().memory_info()
     return getattr(memory, "peak_wset", memory.rss)

@@ -1,4 +1,12 @@
-"""Makes the input of a loss from the model's output: scores, gains and masks of negatives."""
+"""Makes the input of a loss from the model's output: scores, gains and masks of negatives.
+
+Notes:
+    - A loss that learns from a teacher uses only candidates with a teacher score.
+    - A query is a negative of another query if the two have no answer in common.
+    - Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
+      and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
+    - A skill is a negative of a positive if it is an in-batch negative of the positive's query.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -40,14 +48,8 @@ class ScoreContext:
 
     @classmethod
     def of(cls, data: TrainingSet, loss: Loss, in_batch: bool) -> "ScoreContext":
-        """Collect the duplicate keys of all skills, and of the answers of all queries.
-
-        Args:
-            data: The training set.
-            loss: The loss.
-            in_batch: Whether skills of other queries are negatives.
-        """
-        answer_keys: dict[str, set[str]] = {}
+        """Collect the duplicate keys of all skills, and of the answers of all queries."""
+        answer_keys = {}
         for training_list in data.lists:
             keys = answer_keys.setdefault(training_list.query, set())
             for skill_id in training_list.positives:
@@ -73,14 +75,10 @@ def _duplicate_keys(key: str, data: TrainingSet) -> tuple[str, ...]:
 
 
 def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
-    """Check that a teacher has scored every list, for a loss that needs its scores.
-
-    Raises:
-        SkilltrainError: A list has no teacher scores; the error names its query.
-    """
+    """Check that a teacher has scored every list, for a loss that needs its scores."""
     if not loss.needs.teacher_scores:
         return
-    unscored: list[str] = []  # ids of queries
+    unscored = []  # ids of queries
     for training_list in data.lists:
         scores = training_list.teacher_scores
         if scores is None or all(map(math.isnan, scores)):
@@ -154,15 +152,13 @@ class _ListTable:
         """Return the input of a loss, on the device of the scores.
 
         Args:
-            scores: Scores of the model.
             valid: Whether a candidate takes part in the loss.
-            needs: Whether the loss reads teacher scores and vectors. If not, they are left out.
-            vectors: Vectors whose cosines are the scores. None for a reranker.
-            negatives: Masks of negatives by direction (see `ScoredBatch`).
+            needs: Whether the loss reads teacher scores and vectors.
+            negatives: Masks of negatives by direction.
         """
         device = scores.device
         teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
-        masks: dict[Direction, Tensor] = {}
+        masks = {}
         for direction, mask in negatives.items():
             masks[direction] = on_device(mask, device)
         return ScoredBatch(
@@ -200,21 +196,16 @@ def list_scores(
     Args:
         lists: Lists of this rank.
         pair_scores: Scores of all their candidates, list after list.
-        needs_teacher_scores: Whether the loss learns from a teacher. Candidates without a teacher
-            score are then not valid.
+        needs_teacher_scores: Whether the loss learns from a teacher.
     """
-    # Arrange the scores as a table. A shorter list ends with padding.
     sizes = [len(training_list.gains) for training_list in lists]
     scores_by_list = [*pair_scores.split(sizes)]
     scores = torch.nn.utils.rnn.pad_sequence(scores_by_list, batch_first=True)  # [list, candidate]
-
-    # The candidates of each list are in the first columns of its row.
     columns = [range(size) for size in sizes]
     table = _ListTable(lists, columns, num_columns=max(sizes))
     valid = table.is_listed
     if needs_teacher_scores:
         valid = valid & table.has_teacher_score()
-
     needs = Needs(teacher_scores=needs_teacher_scores)
     return table.to_scored_batch(scores, valid, needs, vectors=None, negatives={})
 
@@ -228,33 +219,23 @@ def encoder_scores(
     skill_vectors: Float[Tensor, "skill dim"],
     context: ScoreContext,
 ) -> ScoredBatch:
-    """Return the input of an encoder's loss: this rank's queries against the skills of all ranks.
+    """Return the input of an encoder's loss on this rank's queries and all skills.
 
     Args:
         local_lists: Lists of this rank.
         batch: Lists of all ranks.
-        query_vectors: Unit vectors of the queries of `local_lists`.
-        all_queries: Unit vectors of the queries of `batch`. None for a loss that compares queries
-            with skills only.
-        skill_ids: The distinct skills of `batch`.
-        skill_vectors: Unit vectors of these skills.
-        context: Facts about the training set and the loss.
+        all_queries: Vectors of the queries of `batch`, if the loss has several directions.
     """
-    # Find the candidates that take part in the loss: those of the query's list, and in-batch
-    # negatives. A loss that learns from a teacher uses only candidates with a teacher score.
     table = _ListTable.among(local_lists, skill_ids)
     valid = table.is_listed  # [query, skill]
     if context.in_batch:
         valid = valid | in_batch_negatives(local_lists, skill_ids, context)
     if context.needs.teacher_scores:
         valid = valid & table.has_teacher_score()
-
-    # Find the negatives of the loss's other directions, such as from skill to query.
     negatives = {}
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
 
-    # Compute the cosines of queries and skills.
     if all_queries is None:
         all_queries = query_vectors[:0]  # no rows
     vectors = Vectors(
@@ -286,48 +267,53 @@ def _negatives(
     skill_ids: Sequence[str],
     context: ScoreContext,
 ) -> dict[Direction, Bool[np.ndarray, "_ _"]]:
-    """Return masks of negatives by direction, except from query to skill (see `ScoredBatch`).
+    """Return masks of negatives by direction, except from query to skill.
 
     Args:
         table: Lists of this rank.
-        valid: Whether a candidate of this rank's queries takes part in the loss.
-        batch: Lists of all ranks. In the shapes below, `all` stands for the queries of these lists.
+        valid: Whether a candidate takes part in the loss.
+        batch: Lists of all ranks.
         skill_ids: The distinct skills of `batch`.
-        context: Facts about the training set and the loss.
     """
-    # A query is a negative of a query if the two have no answer in common.
     answer_keys = [context.answer_keys_by_query[each.query] for each in table.lists]
     all_answer_keys = [context.answer_keys_by_query[each.query] for each in batch]
-    query_to_query = ~_share_a_key(answer_keys, all_answer_keys)  # [query, all]
+    has_common_answer = _share_a_key(answer_keys, all_answer_keys)  # [query, batch]
 
-    # Each positive of this rank is a pair of a query (row) and a skill (column).
-    row, column = (table.is_positive() & valid).nonzero()  # each [positive]
-    gains = table.gains()[row, column]  # [positive]
-
-    # Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
-    # and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
-    all_table = _ListTable.among(batch, skill_ids)
-    is_candidate = all_table.is_listed | in_batch_negatives(batch, skill_ids, context)
-    gains_for_queries = all_table.gains()[:, column].T  # [positive, all]: gain of s for each r
-    has_lower_gain = gains_for_queries < gains[:, None]  # [positive, all]
-    skill_to_query = is_candidate[:, column].T & has_lower_gain  # [positive, all]
-
-    # A skill is a negative of a positive if it is an in-batch negative of the positive's query.
+    positives = (table.is_positive() & valid).nonzero()
+    queries, skills = positives  # each [positive]
+    gains = table.gains()[positives]  # [positive]
     skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]
-    skill_to_skill = skills_by_query[row]  # [positive, skill]
-
     return {
-        "query_to_query": query_to_query,
-        "skill_to_query": skill_to_query,
-        "skill_to_skill": skill_to_skill,
+        "query_to_query": ~has_common_answer,
+        "skill_to_query": _queries_with_lower_gain(gains, skills, batch, skill_ids, context),
+        "skill_to_skill": skills_by_query[queries],
     }
+
+
+def _queries_with_lower_gain(
+    gains: Float[np.ndarray, "positive"],
+    columns: Shaped[np.ndarray, "positive"],
+    batch: Sequence[TrainingList],
+    skill_ids: Sequence[str],
+    context: ScoreContext,
+) -> Bool[np.ndarray, "positive batch"]:
+    """Return the queries of a batch for which a positive skill is a candidate of lower gain.
+
+    Args:
+        gains: Gain of each positive for its own query.
+        columns: Position in `skill_ids` of each positive.
+    """
+    table = _ListTable.among(batch, skill_ids)
+    is_candidate = table.is_listed | in_batch_negatives(batch, skill_ids, context)
+    other_gains = table.gains()[:, columns].T  # [positive, batch]
+    return is_candidate[:, columns].T & (other_gains < gains[:, None])
 
 
 def _share_a_key(
     row_keys: Sequence[Set[str]], column_keys: Sequence[tuple[str, ...] | Set[str]]
 ) -> Bool[np.ndarray, "row column"]:
     """Return whether each row has a key in common with each column."""
-    columns_by_key: dict[str, list[int]] = {}
+    columns_by_key = {}
     for column, keys in enumerate(column_keys):
         for key in keys:
             columns_by_key.setdefault(key, []).append(column)

@@ -76,13 +76,9 @@ class DevConfig(Config):
         """Check the rankers and the metric.
 
         Args:
-            kind: Kind of ranker that the model in training must be: `dense` or `rerank`.
-            requirement: Text of the error if the model in training is of another kind.
-
-        Raises:
-            ValueError: The rankers or the metric cannot measure the model in training.
+            kind: Kind of ranker that the model in training must be.
+            requirement: Text of the error if it is of another kind.
         """
-        # The first ranker must find skills, not only order them.
         first_members = flatten_rankers(self.rankers[:1])
         if any(member.only_orders for member in first_members):
             raise ValueError(
@@ -90,7 +86,6 @@ class DevConfig(Config):
                 "for instance {kind: saved, rankings: FOLDER}"
             )
 
-        # One ranker must be the model in training.
         members = flatten_rankers(self.rankers)
         kinds = [member.kind for member in members if member.is_in_training]
         if not kinds:
@@ -103,16 +98,13 @@ class DevConfig(Config):
         """Check that the last ranker can change the metric.
 
         A reranker that orders 20 candidates cannot change Recall@20, for example.
-
-        Raises:
-            ValueError: The metric is the same for every order of the candidates.
         """
         measure = parse_measure(self.metric)
-        last = self.rankers[-1]  # `num_read` is its number of candidates, None for all
+        num_candidates = self.rankers[-1].num_read  # None: all
         ignores_order = measure.name in _UNORDERED_MEASURES
-        if ignores_order and last.num_read is not None and measure.cutoff >= last.num_read:
+        if ignores_order and num_candidates is not None and measure.cutoff >= num_candidates:
             raise ValueError(
-                f"dev.metric: {self.metric} is the same for every order of {last.num_read} "
+                f"dev.metric: {self.metric} is the same for every order of {num_candidates} "
                 "candidates"
             )
 

@@ -1,4 +1,22 @@
-"""The stages `train_encoder` and `train_reranker`, which make a model folder from LISTS."""
+"""The stages `train_encoder` and `train_reranker`, which make a model folder from LISTS.
+
+Notes:
+    - Parameters are counted before the launcher shards them.
+    - Counting needs only shapes, so `dry_run` opens the model on the device meta, where it has no
+      weights. But 4-bit weights have their shapes only once they are loaded.
+    - Under DeepSpeed, and for a large model on a CPU, `dry_run` measures nothing.
+    - `push_share` pushes rejected skills away from the query. The loss tells them from irrelevant
+      skills by their gain, so they need a lower gain.
+    - If all weights train, they are in float32: in bfloat16, most of AdamW's updates are too small
+      to change a weight. Frozen weights are in the dtype of the computation, because autocast would
+      convert them in every micro-batch. The default device tells the dtype, because `device` may be
+      meta, where nothing is computed.
+    - `save_trained` uses the CPU, because the GPU may still hold the model.
+    - Only the queries of lists are compared with the dev benchmark, because dev queries may share
+      gold skills with training queries.
+    - `check_fits` does not count activations. It does not check 4-bit weights, because weights are
+      quantised only while they are loaded.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -140,24 +158,16 @@ class Train(TrainingStage):
         return summary
 
     def dry_run(self) -> Summary:
-        """Count what training would read, and measure memory and time on the largest batch.
-
-        Under DeepSpeed, and for a large model on a CPU, nothing is measured.
-        """
-        # Check the settings, and load the data.
+        """Count what training would read, and measure memory and time on the largest batch."""
         accelerator = new_accelerator(self.training, is_quantized(self.adapter))
         check_fits(self)
         data = load_data(self)
         check_held_out(self, data)
 
-        # Open the model. Counting needs only shapes, so the model can be on the device meta, where
-        # it has no weights. But 4-bit weights have their shapes only once they are loaded.
         is_measured = can_probe(accelerator) or _is_small_on_cpu(self, accelerator)
         needs_weights = is_measured or is_quantized(self.adapter)
         device = default_device() if needs_weights else torch.device("meta")
         step = open_step(self, data, device, sharded=shards_weights(accelerator))
-
-        # Count, and measure if possible.
         counts = count_work(step, self.training)
         if not is_measured:
             return counts
@@ -196,15 +206,11 @@ class TrainEncoder(Train):
     def _check(self) -> "TrainEncoder":
         """Check that settings of different sections fit together."""
         if self.dev is not None:
-            self.dev.check(
-                kind="dense",
-                requirement="an encoder in training must be {kind: dense, source: self}",
-            )
+            requirement = "an encoder in training must be {kind: dense, source: self}"
+            self.dev.check(kind="dense", requirement=requirement)
 
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
-        # `push_share` pushes rejected skills away from the query. The loss tells them from
-        # irrelevant skills by their gain, so they need a lower gain.
         pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
         if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
@@ -267,26 +273,9 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     """Load the model that training starts from, and add the adapter if there is one.
 
     Args:
-        config: Settings of the training stage.
         device: Device of the model. On the device meta, it has shapes but no weights.
-
-    Raises:
-        SkilltrainError: The model cannot be loaded, or does not fit the settings.
     """
-    # Choose the precision of the weights.
-    source = config.model
-    if config.adapter is None:
-        # All weights train. In bfloat16, most of AdamW's updates are too small to change a weight.
-        source = source.model_copy(update={"precision": "float32"})
-    elif "precision" not in source.model_fields_set:
-        # The weights are frozen. Load them in the dtype of the computation, because autocast would
-        # convert them in every micro-batch. Ask the default device, because `device` may be meta,
-        # where nothing is computed.
-        dtype = config.training.dtype_on(default_device())
-        precision = "bfloat16" if dtype == torch.bfloat16 else "float32"
-        source = source.model_copy(update={"precision": precision})
-
-    # Load the model, and add the adapter.
+    source = config.model.model_copy(update={"precision": _weight_precision(config)})
     set_seed(config.training.seed)  # for new layers
     options = quantizing_options(config.adapter)
     if isinstance(source, EncoderConfig):
@@ -301,6 +290,16 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     return model
 
 
+def _weight_precision(config: Train) -> str:
+    """Return the number format of the weights in training."""
+    if config.adapter is None:
+        return "float32"
+    if "precision" in config.model.model_fields_set:
+        return config.model.precision
+    dtype = config.training.dtype_on(default_device())
+    return "bfloat16" if dtype == torch.bfloat16 else "float32"
+
+
 def save_trained(
     config: Train,
     checkpoint: Path,
@@ -311,14 +310,10 @@ def save_trained(
     """Save the model of a checkpoint, with its model card.
 
     Args:
-        config: Settings of the training stage.
         checkpoint: Folder of the checkpoint.
-        out: Folder for the model.
         summary: Summary of the training run, for the card.
-        adapter_only: Whether to save the adapter (LoRA) alone, without a card. Otherwise it is
-            merged into the weights.
+        adapter_only: Whether to save the adapter (LoRA) alone, without a card.
     """
-    # Use the CPU, because the GPU may still hold the model.
     model = load_model(config, torch.device("cpu"))
     load_weights(model, "model.", checkpoint)
     if adapter_only:
@@ -350,16 +345,14 @@ def open_step(
     """Load the model, and return the module that computes its loss.
 
     Args:
-        config: Settings of the training stage.
-        data: The training set.
-        device: Device of the model.
-        token_cache: Folder that keeps token ids between runs. None: they are not kept.
-        sharded: Whether ranks will hold shards of the model (FSDP2, ZeRO-3).
+        device: Device of the model. It may be meta.
+        token_cache: Folder that keeps token ids between runs.
+        sharded: Whether ranks will hold shards of the model.
     """
     model = load_model(config, device)
     training = config.training
     settings = StepSettings(
-        token_budget=training.token_budget_on(default_device()),  # `device` may be meta
+        token_budget=training.token_budget_on(default_device()),
         recompute=bool(training.recompute),
         token_cache=token_cache,
         varlen=training.varlen,
@@ -371,9 +364,7 @@ def open_step(
             in_batch=config.in_batch_negatives,
             late_interaction=config.late_interaction,
         )
-        # An encoder may read a window of each skill's body, not the whole body.
-        data = on_best_windows(data, model.settings)
-        return EncoderStep(model, config.loss, data, settings)
+        return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
     assert isinstance(config, TrainReranker) and isinstance(model, Reranker)
     return RerankerStep(model, config.loss, data, settings)
 
@@ -381,20 +372,12 @@ def open_step(
 def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     """Check that the lists contain no queries or answers of the benchmarks of the recipe.
 
-    The queries and the positives of the lists are compared with the benchmarks of `held_out`. Only
-    the queries are compared with the dev benchmark, because dev queries may share gold skills with
-    training queries.
-
     Returns:
-        Number of contaminated lists by summary key. There is no key for a benchmark that the recipe
-        lacks.
-
-    Raises:
-        SkilltrainError: A list is contaminated, and the recipe does not allow it.
+        Number of contaminated lists by summary key, for each kind of benchmark in the recipe.
     """
     source = config.data
     dev = config.dev
-    counts: dict[str, int] = {}
+    counts = {}
     if source.held_out:
         benchmarks = open_benchmarks(source.held_out, source.pool, need_golds=True)
         fix = _removal_advice(source, source.held_out)
@@ -426,66 +409,50 @@ def _removal_advice(source: ListsSource, benchmarks: Sequence[Path], limits: str
 def _check_contamination(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet, source: ListsSource, fix: str
 ) -> int:
-    """Refuse lists that contain a query or a gold skill of a benchmark, or only warn of them.
+    """Refuse or only count lists that contain a query or a gold skill of a benchmark.
 
     Args:
-        benchmarks: The benchmarks.
-        data: The lists.
-        source: Settings of the lists, which choose between the error and the warning.
+        source: Settings of the lists, which allow contaminated lists or not.
         fix: What the user can do, for the error.
-
-    Returns:
-        Number of contaminated lists, if the settings allow them.
-
-    Raises:
-        SkilltrainError: A list is contaminated, and the settings do not allow it.
     """
     contaminations = _find_contaminations(benchmarks, data)
     if not contaminations:
         return 0
-
-    # Count the contaminated lists, also for each filter that finds them.
     num_lists = len({contamination.query_id for contamination in contaminations})
+    fault = f"{num_lists:,} list(s) are contaminated {_describe_contaminations(contaminations)}"
+    if source.contamination == "refuse":
+        folders = ", ".join(map(str, source.folders))
+        fix += ", or set data.contamination=allow"
+        raise SkilltrainError("contaminated", fault, where=folders, fix=fix)
+    say(f"warning: {fault}; figures on that benchmark will be too high (data.contamination: allow)")
+    return num_lists
+
+
+def _describe_contaminations(contaminations: Sequence[Dropped]) -> str:
+    """Count the contaminated lists by filter, and name the first one as an example."""
     lists_and_filters = {(each.query_id, each.filter) for each in contaminations}
     num_by_filter = Counter(filter_name for _, filter_name in lists_and_filters)
-    counts: list[str] = []
+    counts = []
     for filter_name in GROUNDS:
         if num_by_filter[filter_name]:
             counts.append(f"{filter_name} {num_by_filter[filter_name]:,}")
 
-    # Name the first one as an example.
     first = contaminations[0]
     example = f"query {first.query_id}"
     if first.skill_id:
         example += f", positive {first.skill_id}"
-    fault = f"{num_lists:,} list(s) are contaminated ({', '.join(counts)})"
-    fault += f"; the first, {example}: {first.reason}"
-    if source.contamination == "refuse":
-        folders = ", ".join(map(str, source.folders))
-        raise SkilltrainError(
-            "contaminated", fault, where=folders, fix=f"{fix}, or set data.contamination=allow"
-        )
-    say(f"warning: {fault}; figures on that benchmark will be too high (data.contamination: allow)")
-    return num_lists
+    return f"({', '.join(counts)}); the first, {example}: {first.reason}"
 
 
 def _find_contaminations(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet
 ) -> list[Dropped]:
-    """Find training queries and positive skills that resemble a query or gold skill of a benchmark.
-
-    Returns:
-        A row of DROPPED for each resemblance, in the order of the training lists.
-    """
+    """Find training queries and positives that resemble a query or gold skill of a benchmark."""
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
-
-    @cache  # a skill may be in many lists
-    def find_matches(skill_id: str) -> list[Dropped]:
-        return index.skill_matches(data.skills[skill_id])
-
-    contaminations: list[Dropped] = []
+    find_matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
+    contaminations = []
     for training_list in data.lists:
-        skill_matches: list[Dropped] = []
+        skill_matches = []
         candidates = zip(training_list.skill_ids, training_list.is_positive, strict=True)
         for skill_id, is_positive in candidates:
             if is_positive:
@@ -497,14 +464,7 @@ def _find_contaminations(
 
 
 def check_fits(config: Train) -> None:
-    """Check that weights, gradients and moments fit on the GPU, before any weight is read.
-
-    Activations need more memory, which is not counted. 4-bit weights are not checked, because
-    weights are quantised only while they are loaded.
-
-    Raises:
-        SkilltrainError: They do not fit.
-    """
+    """Check that weights, gradients and moments fit on the GPU, before any weight is read."""
     device = default_device()
     if device.type != "cuda" or is_quantized(config.adapter):
         return

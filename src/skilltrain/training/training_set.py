@@ -140,14 +140,11 @@ def load_training_set(source: ListsSource, min_similarity: float | None = None) 
 
     Args:
         source: Folders of the pool and the lists.
-        min_similarity: Skills whose bodies are at least this similar (Jaccard) are near-duplicates
-            and share a cluster. None: there are no clusters.
-
-    Raises:
-        SkilltrainError: A list cannot be used for training.
+        min_similarity: Smallest similarity (Jaccard) of near-duplicate bodies, which share a
+            cluster. None: no clusters.
     """
     pool = {skill.skill_id: skill for skill in read_skills(source.pool)}
-    lists: list[TrainingList] = []
+    lists = []
     for folder, weight in source.folders.items():
         lists += _read_lists(folder, source, weight, pool)
     _check_rejected_skills(lists)
@@ -159,7 +156,7 @@ def load_training_set(source: ListsSource, min_similarity: float | None = None) 
 
 def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
     """Return the skill ids of all candidates."""
-    skill_ids: set[str] = set()
+    skill_ids = set()
     for training_list in lists:
         skill_ids.update(training_list.skill_ids)
     return skill_ids
@@ -168,9 +165,7 @@ def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
 def _check_rejected_skills(lists: Sequence[TrainingList]) -> None:
     """Check that all lists with the same query text agree on the skills that answer it.
 
-    Raises:
-        SkilltrainError: A skill has the verdict "rejected" in one list, and is a positive in
-            another list with the same query text.
+    A skill that one list rejects must not be a positive in another list.
     """
     answers_by_text: dict[str, set[str]] = {}
     for training_list in lists:
@@ -188,51 +183,46 @@ def _check_rejected_skills(lists: Sequence[TrainingList]) -> None:
 
 
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
-    """Replace each candidate by the window of its body that matches the query best.
+    """Replace each candidate by the window of its body with the best BM25 score.
 
-    This is the window with the highest BM25 score. The BM25 index contains the windows of all
-    skills.
+    Each window has its own key and skill.
 
     Args:
         data: Lists of whole skills.
         settings: The encoder's template and windows.
-
-    Returns:
-        A training set in which each window has its own key and skill. The first window of a skill
-        has the skill's id as its key.
     """
     if settings.chunks.windows == 1:
         return data
 
-    # Index the windows of all skills.
     template = settings.template.skill
-    texts: list[str] = []
+    texts = []
     windows_by_skill = {}
-    start_by_skill: dict[str, int] = {}  # position of the first window in `texts`
+    positions_by_skill = {}  # slices of `texts`
     for skill_id, skill in data.skills.items():
         windows = template.windows(skill, settings.chunks)
         windows_by_skill[skill_id] = windows
-        start_by_skill[skill_id] = len(texts)
+        start = len(texts)
         texts += [template.render(window) for window in windows]
+        positions_by_skill[skill_id] = slice(start, len(texts))
     index = BM25Index(texts)
 
-    # Choose a window for each candidate of each list. Window 0 takes the key of the whole skill,
-    # and other windows are added under keys of their own.
     skills = dict(data.skills)
-    lists: list[TrainingList] = []
+    lists = []
     for training_list in track(data.lists, "choosing windows", len(data.lists)):
         scores = index.scores(training_list.query)
-        keys: list[str] = []
+        keys = []
         for skill_id in training_list.skill_ids:
-            windows = windows_by_skill[skill_id]
-            start = start_by_skill[skill_id]
-            end = start + len(windows)
-            best = int(scores[start:end].argmax())
-            key = f"{skill_id}{_NUL}{best}" if best else skill_id
+            best = int(scores[positions_by_skill[skill_id]].argmax())
+            key = _window_key(skill_id, best)
             keys.append(key)
-            skills[key] = windows[best]
+            skills[key] = windows_by_skill[skill_id][best]
         lists.append(replace(training_list, skill_ids=tuple(keys)))
     return replace(data, lists=tuple(lists), skills=skills)
+
+
+def _window_key(skill_id: str, number: int) -> str:
+    """Return the key of a window. The first window of a skill has the skill's id."""
+    return f"{skill_id}{_NUL}{number}" if number else skill_id
 
 
 def _clusters(skills: Mapping[str, Skill], min_similarity: float | None) -> dict[str, int]:
@@ -271,7 +261,7 @@ def _read_lists(
     irrelevant_gain = source.gains[Verdict.IRRELEVANT]
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
 
-    lists: list[TrainingList] = []
+    lists = []
     for row in read_lists(folder)[: source.max_lists]:
         query_id = row["query_id"]
         fault = _fault_of(row, texts, gains)
