@@ -272,7 +272,7 @@ def _add_near_duplicates(
 def _rank(
     config: Evaluate, data: _Data, unserved: Sequence[Query]
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
-    """Rank the queries of each tier of the benchmark over the pool of this tier.
+    """Rank the queries of each tier over the pool of this tier.
 
     Args:
         unserved: Queries that no skill serves, ranked over the first pool.
