@@ -168,10 +168,10 @@ class _RunResolver:
     def __init__(self, grid: AblationConfig, variant: str, seed: int) -> None:
         self.where = f"variant '{variant}'"
         self.recipes = _variant_recipes(grid, variant)
-        self.runs: dict[str, Any] = {}
+        self.runs = {}
         self._runs_folder = grid.out / "steps" if grid.runs is None else grid.runs
-        self._begun_steps: set[str] = set()
-        self._values: dict[str, Any] = {}  # of the references that are resolved, by name
+        self._begun_steps = set()
+        self._values = {}  # of the references that are resolved, by name
         if _SEED not in self.recipes:  # a step may have the name `seed`
             self._values[_SEED] = seed
 
@@ -258,7 +258,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
         SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`.
             A step has different queries or measures in two variants.
     """
-    first_data_by_step: dict[str, Any] = {}  # of the first variant
+    first_data_by_step = {}  # of the first variant
     for cell in cells:
         for step in cell.evaluations:
             config = cell.runs[step]
@@ -336,7 +336,7 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
 
     A run that cells share is run once. If it fails, it is not tried again for another cell.
     """
-    error_by_folder: dict[Path, str] = {}  # "" for success
+    error_by_folder = {}  # "" for success
     cell_errors = {}
     with progress("cells", len(cells)) as show:
         for number, cell in enumerate(cells, 1):
@@ -363,10 +363,9 @@ def _run_step(step: str, config: Any) -> str:
     try:
         run_stage(config, resume=None)  # None: resume from a checkpoint
     except StoppedError as error:
-        fix = "run the same command to go on"
-        raise StoppedError(
-            error.code, error.problem, where=config.out, fix=fix, number=error.number
-        ) from error
+        error.where = config.out
+        error.fix = "run the same command to go on"
+        raise
     except SkilltrainError as error:
         return f"step {step}: {error}"
     except Exception as error:
@@ -457,8 +456,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
 
     pairs = []
     if grid.baseline in runs_by_variant:  # not all its cells failed
-        variants = [variant for variant in runs_by_variant if variant != grid.baseline]
-        pairs = [(grid.baseline, variant) for variant in variants]
+        pairs = [(grid.baseline, name) for name in runs_by_variant if name != grid.baseline]
     rows = [_variant_row(name, runs, means[name]) for name, runs in runs_by_variant.items()]
     return {
         "evaluation": step,
@@ -473,7 +471,7 @@ def _read_runs(
     grid: AblationConfig, step: str, cells: Sequence[Cell], measures: Sequence[str]
 ) -> dict[str, list[Scores]]:
     """Return the scores of each run of an evaluation, by variant. A shared run is read once."""
-    runs_by_variant: dict[str, list[Scores]] = {}
+    runs_by_variant = {}
     for variant in grid.variants:
         folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
         runs = [_read_scores(folder, measures) for folder in sorted(folders)]

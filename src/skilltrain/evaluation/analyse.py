@@ -127,7 +127,7 @@ def run_result_analyses(
 
 
 def _neighbour_outcomes(results: Sequence[SystemResult]) -> list[Row]:
-    """Return the outcomes of neighbours among the systems. Without Hit@1 there are none."""
+    """Return the outcomes of each system and the system before it; none without Hit@1."""
     for result in results:
         for values in result.per_query.values():
             if _OUTCOME_MEASURE not in values:
@@ -206,7 +206,7 @@ def stage_recalls(
                 num_passed = min(stage.num_passed, longest)
 
             means = _stage_means(stage, benchmark, longest, num_passed)
-            row: Row = {"system": system, "stage": f"{number} {stage.kind}"}
+            row = {"system": system, "stage": f"{number} {stage.kind}"}
             rows.append(row | {"num_passed": num_passed, "means": means})
     return rows
 

@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
@@ -77,19 +77,20 @@ def estimate_ranking(
     """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
 
     Returns:
-        Counts; with servers also `asked`, their costs by system and ranker, and the sum `dollars`,
-        None if a price is unknown.
+        Counts. If servers take part, also `asked` (costs by system and ranker) and `dollars`
+        (their sum; None if a price is unknown).
     """
     check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
-    costs_by_system: dict[str, dict[str, Any]] = {}
+    costs_by_system = {}
     dollars = []
     for system_name, ranker in _working_rankers(systems):
         cost = ranker.dry_run(queries, skills)
         if cost is not None:
             costs = costs_by_system.setdefault(system_name, {})
-            is_repeated = ranker.kind in costs
-            name = f"{ranker.kind} {len(costs) + 1}" if is_repeated else ranker.kind
+            name = ranker.kind
+            if name in costs:
+                name += f" {len(costs) + 1}"
             costs[name] = cost
             dollars.append(cost["dollars"])
     if not costs_by_system:
@@ -207,7 +208,7 @@ def member_scores(
         members: Ids of the given skills by query id.
         skills: Skills of the pool.
     """
-    candidates: Rankings = {}
+    candidates = {}
     for query_id, skill_ids in members.items():
         candidates[query_id] = [(skill_id, 0.0) for skill_id in skill_ids]
     max_skills = max(map(len, members.values()))

@@ -145,9 +145,10 @@ class Evaluate(Stage):
         all_results = []
         ranked_ids = {}
         for system, results in results_by_system.items():
-            results_by_system[system] = [result.only(query_ids) for result in results]
-            all_results += results_by_system[system]
-            ranked_ids[system] = results_by_system[system][-1].skill_ids()
+            results = [result.only(query_ids) for result in results]
+            results_by_system[system] = results
+            all_results += results
+            ranked_ids[system] = results[-1].skill_ids()
         if all_results:
             rankings = {result.name: result.rankings for result in all_results}
             write_table(rankings_table(rankings), RANKINGS, out)
@@ -217,11 +218,14 @@ def _load(config: Evaluate) -> _Data:
     benchmark = load_benchmark(config.benchmark, config.split)
     _check_has_work(config, benchmark)
     skills = None if config.pool is None else read_pool(config.pool)
-    pools = [_pool_of_tier(tier, skills) for tier in benchmark.tiers_or_self]
-
+    pools = []
     tiers = []
     skills_by_id = {}
-    for tier, pool in zip(benchmark.tiers_or_self, pools, strict=True):
+    for tier in benchmark.tiers_or_self:
+        pool = {skill.skill_id: skill for skill in tier.pool}
+        if skills is not None:
+            pool = tier.with_gold(skills)
+        pools.append(pool)
         tiers.append(check_pool(tier, pool.keys()) if pool else tier)
         skills_by_id |= pool
     benchmark = join_tiers(tiers)
@@ -240,13 +244,6 @@ def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
     if config.systems and not has_pools:
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
-
-
-def _pool_of_tier(tier: Benchmark, skills: Sequence[Skill] | None) -> dict[str, Skill]:
-    """Return the pool of a tier: its own, or the given skills and its gold skills."""
-    if skills is None:
-        return {skill.skill_id: skill for skill in tier.pool}
-    return tier.with_gold(skills)
 
 
 def _add_near_duplicates(
@@ -339,14 +336,18 @@ def _read_prediction_file(file: Path, benchmark: Benchmark, pool: Container[str]
     if not predictions:
         problem = "all its predictions are for queries that are not scored here"
         raise SkilltrainError("nothing-to-score", problem, where=file)
+    _warn_of_missing(predictions, scored_ids, file)
+    return predictions
 
-    missing_ids = [query_id for query_id in scored_ids if query_id not in predictions]
+
+def _warn_of_missing(predicted_ids: Container[str], query_ids: Sequence[str], file: Path) -> None:
+    """Print how many queries have no prediction in a file."""
+    missing_ids = [query_id for query_id in query_ids if query_id not in predicted_ids]
     if missing_ids:
         say(
-            f"warning: {file}: no prediction for {len(missing_ids)} of {len(scored_ids)} queries, "
+            f"warning: {file}: no prediction for {len(missing_ids)} of {len(query_ids)} queries, "
             f"first '{missing_ids[0]}'; they score 0"
         )
-    return predictions
 
 
 def _check_query_ids(query_ids: Sequence[str], benchmark: Benchmark, file: Path) -> None:
@@ -368,7 +369,8 @@ def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
 
     An empty pool allows all skill ids.
     """
-    if not isinstance(ranking, list) or not all(isinstance(item, str) and item for item in ranking):
+    is_valid = isinstance(ranking, list) and all(item and isinstance(item, str) for item in ranking)
+    if not is_valid:
         problem = "a prediction is a list of skill ids"
         raise SkilltrainError("invalid-predictions", problem, where=where)
     if len(set(ranking)) < len(ranking):
@@ -388,7 +390,7 @@ def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
 def _report(
     config: Evaluate,
     benchmark: Benchmark,
-    ranked_ids: Mapping[str, Mapping[str, Sequence[str]]],
+    ranked_ids: Mapping[str, Predictions],
     skills: Mapping[str, Skill],
     notes: Sequence[str],
     provenance: Mapping[str, str],
@@ -424,8 +426,8 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
         for ranker in flatten_rankers(system.rankers):
             model = ranker.server.model if ranker.server else ranker.model_source
             if model:
-                is_folder = Path(model).exists()
-                models.append(Path(model).name if is_folder else model)
+                path = Path(model)
+                models.append(path.name if path.exists() else model)
         if models:
             provenance[f"System {system.name}"] = ", ".join(models)
     provenance["Made"] = f"{date.today().isoformat()} with skilltrain {__version__}"
@@ -466,7 +468,7 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         for filter_name, (num_accepted, num_judged) in counts.get("accepted", {}).items():
             if num_judged:
-                share = f"{num_accepted / num_judged:.1%}"
-                accepted = f"{num_accepted} of {num_judged} skills ({share})"
+                share = num_accepted / num_judged
+                accepted = f"{num_accepted} of {num_judged} skills ({share:.1%})"
                 notes.append(f"{name}: {filter_name} accepted {accepted}.")
     return notes

@@ -95,7 +95,9 @@ def inspect_lists(
         pool: Pool instead of the recorded one.
         max_lists: Number of lists in the sample.
     """
-    folder = lists.resolve() if lists.is_dir() else lists.resolve().parent
+    folder = lists.resolve()
+    if not lists.is_dir():
+        folder = folder.parent
     page = folder.with_name(f"{folder.name}.html") if out is None else out
     _check_table(lists, LISTS)
     if pool is not None:
@@ -195,7 +197,7 @@ def page_values(
 
     # Dropped rows by stage and filter. The stage `filter` drops candidates.
     drops = _read_drops(trail)
-    filter_drops: dict[str, list[Dropped]] = {}  # by filter
+    filter_drops = {}  # by filter
     for (stage, filter_name), candidates in drops.items():
         if stage == "filter":
             filter_drops[filter_name] = candidates
@@ -302,14 +304,14 @@ def _check_lists(
     skills: Mapping[str, Skill],
     clusters: Mapping[str, int],
 ) -> dict[str, dict[str, set[str]]]:
-    """Check all lists.
+    """Check all lists, and return the skills that fail a check.
 
     Args:
         texts: Text of each query by its id; empty if unknown.
         clusters: Near-duplicate cluster by skill id.
 
     Returns:
-        By check and query id, the ids of the skills that fail the check.
+        Skill ids by check and query id.
     """
     findings = {}
     for row in rows:

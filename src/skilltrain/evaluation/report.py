@@ -80,7 +80,7 @@ class Report:
     @property
     def labels(self) -> dict[str, list[SliceMeans]]:
         """Slices by label, the kind of query first. Labels that all queries share are left out."""
-        slices_by_label: dict[str, list[SliceMeans]] = {KIND: []}
+        slices_by_label = {KIND: []}
         for query_slice in distinct_slices(self.slices)[1:]:  # without the slice of all queries
             slices_by_label.setdefault(query_slice.label, []).append(query_slice)
         return {label: slices for label, slices in slices_by_label.items() if slices}
@@ -176,9 +176,7 @@ class Report:
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
         # An analysis that did not run is empty.
-        analysis: dict[str, Any] = {kind: [] for kind in ANALYSES}
-        analysis["unserved"] = {}
-        analysis.update(self.analysis)
+        analysis = {kind: [] for kind in ANALYSES} | {"unserved": {}, **self.analysis}
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,

@@ -91,8 +91,8 @@ def report_page(report: Report) -> str:
 
 def _common_values(report: Report) -> dict[str, Any]:
     """Return the variables that the templates of the page and of the Markdown file share."""
-    analysis: dict[str, Any] = dict.fromkeys(ANALYSES, ())  # templates expect every kind
-    analysis.update(report.analysis)
+    # Templates expect every kind.
+    analysis = {**dict.fromkeys(ANALYSES, ()), **report.analysis}
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
     return {
         "report": report,
@@ -199,7 +199,7 @@ def _latency_plot(report: Report) -> LatencyPlot | None:
         if row["stage"] == "total" and row["p50"] > 0:
             latencies[row["system"]] = row
 
-    points: dict[str, tuple[Row, Interval]] = {}
+    points = {}
     for system, means in report.overall.means.items():
         if system in latencies and report.chief_measure in means:
             points[system] = (latencies[system], means[report.chief_measure])
@@ -256,7 +256,7 @@ def _layer_plot(model: Row) -> LayerPlot:
     if last_layer == 0:
         layers = layers * 2
     step = 100 / (len(layers) - 1)  # percent
-    points: dict[str, list[Point]] = {}
+    points = {}
     for field in ("name", "description", "body"):
         points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
 

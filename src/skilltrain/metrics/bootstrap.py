@@ -129,13 +129,7 @@ def resampled_means(
     Raises:
         SkilltrainError: There are no values, or a value is not finite.
     """
-    if not len(values):
-        raise SkilltrainError("nothing-to-score", "no values: the mean of nothing is not defined")
-    bad_positions = np.argwhere(~np.isfinite(values))
-    if len(bad_positions):
-        where = f"value {bad_positions[0][0]}"
-        raise SkilltrainError("not-a-number", "a value is not a finite number", where=where)
-
+    _check_values(values)
     sums, sizes = cluster_sums(values, clusters)  # [cluster, column], [cluster]
     rng = np.random.default_rng(SEED)
     means = np.empty((RESAMPLES, values.shape[1]))
@@ -145,6 +139,16 @@ def resampled_means(
         counts = _draw_clusters(rng, len(sums), num_resamples)  # [resample, cluster]
         means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
     return means
+
+
+def _check_values(values: Float[np.ndarray, "query column"]) -> None:
+    """Check that there are values, and that all are finite."""
+    if not len(values):
+        raise SkilltrainError("nothing-to-score", "no values: the mean of nothing is not defined")
+    bad_positions = np.argwhere(~np.isfinite(values))
+    if len(bad_positions):
+        where = f"value {bad_positions[0][0]}"
+        raise SkilltrainError("not-a-number", "a value is not a finite number", where=where)
 
 
 def _draw_clusters(rng: np.random.Generator, num_clusters: int, num_resamples: int) -> np.ndarray:

@@ -52,13 +52,12 @@ def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
         SkilltrainError: Two systems have the same name, or different queries.
     """
     first = results[0]
-    names: set[str] = set()
+    names = set()
     for system in results:
-        where = f"system {system.name}"
         if system.name in names:
             problem = "another system has the same name"
             fix = "give each system a name of its own"
-            raise SkilltrainError("repeated-name", problem, where=where, fix=fix)
+            raise SkilltrainError("repeated-name", problem, where=f"system {system.name}", fix=fix)
         names.add(system.name)
         different_ids = system.per_query.keys() ^ first.per_query.keys()
         if different_ids:
@@ -67,7 +66,7 @@ def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
                 f"({len(first.per_query)}), first '{min(different_ids)}'"
             )
             fix = "score all systems on the same queries"
-            raise SkilltrainError("not-comparable", problem, where=where, fix=fix)
+            raise SkilltrainError("not-comparable", problem, where=f"system {system.name}", fix=fix)
     return tuple(first.per_query)
 
 
@@ -104,7 +103,7 @@ def defined_queries(
 
     If only some systems have it, `values_of` raises the error.
     """
-    defined_ids: list[str] = []
+    defined_ids = []
     for query_id in query_ids:
         if any(measure in system.per_query[query_id] for system in results):
             defined_ids.append(query_id)
@@ -178,9 +177,8 @@ def _compare_by(
         pairs: Names of baseline and system.
         query_ids: Queries for which the measure has a value.
     """
-    values = {}  # [query], by system
-    for result in results:
-        values[result.name] = values_of(result, query_ids, [measure])[:, 0]
+    # [query], by system
+    values = {result.name: values_of(result, query_ids, [measure])[:, 0] for result in results}
     pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
     differences = np.stack(pair_differences, axis=1)  # [query, pair]
     clusters = results[0].clusters_of(query_ids)
@@ -207,7 +205,7 @@ def _with_counts(comparison: Comparison, differences: Float[np.ndarray, " cluste
 def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
     """Set `p_holm` and `reading` of each comparison by Holm's correction over all of them."""
     adjusted = holm([comparison.p for comparison in comparisons])
-    results: list[Comparison] = []
+    results = []
     for comparison, p in zip(comparisons, adjusted, strict=True):
         verdict = "not told apart"
         if p < ALPHA:

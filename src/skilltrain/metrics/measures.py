@@ -198,8 +198,7 @@ def parse_measure(text: str) -> Measure:
     match = _MEASURE.fullmatch(text)
     assert match is not None, "the pattern matches every text"
     name, cutoff, copies = match.groups()
-    is_import_path = ":" in name
-    is_known = is_import_path or name in plugin_paths("measure")
+    is_known = ":" in name or name in plugin_paths("measure")  # `module:function`, or a name
     if is_known and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
 
@@ -273,9 +272,8 @@ def per_query(
         try:
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
         except SkilltrainError as error:
-            raise SkilltrainError(
-                error.code, error.problem, where=f"query {query_id}", fix=error.fix
-            ) from error
+            error.where = f"query {query_id}"
+            raise
     return values
 
 
@@ -343,7 +341,8 @@ def resolve_alternatives(
 ) -> Relevance:
     """Replace each gold skill by the first skill in `ranking` that can take its place.
 
-    Alternatives can take its place and, if `copies` is true, its near-duplicates.
+    Besides the gold skill itself, these are its alternatives and, if `copies` is true, its
+    near-duplicates.
 
     Returns:
         A relevance without alternatives and copies.

@@ -78,7 +78,7 @@ class SliceMeans:
 
     def best(self, measure: str) -> frozenset[str]:
         """Return the systems with the highest mean, or none if all means are equal."""
-        means: dict[str, float] = {}  # by system
+        means = {}  # by system
         for system, mean_by_measure in self.means.items():
             if measure in mean_by_measure:
                 means[system] = mean_by_measure[measure].mean
@@ -248,12 +248,11 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
             directions.add(f"{language}2{skill.lang}")
         if skill.category in _domain_by_category():
             domains.add(_domain_by_category()[skill.category])
-    length = "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long"
     return {
         "direction": tuple(sorted(directions)),
         "domain": tuple(sorted(domains)),
         **task.labels,
-        QUERY_LENGTH: length,
+        QUERY_LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
         DESCRIPTION_LENGTH: length_quarter,
     }
 
@@ -281,10 +280,11 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """
     from scipy.stats import rankdata
 
-    ranks = rankdata(list(lengths.values()))  # from 1, mean rank for ties
+    ranks = rankdata(list(lengths.values()))  # ties share their mean
     queries_by_quarter = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        quarter = 1 + int(4 * (rank - _HALF_RANK) // len(lengths))
+        middle = rank - _HALF_RANK
+        quarter = 1 + int(4 * middle // len(lengths))  # 1 to 4
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
     names = {}

@@ -5,6 +5,8 @@ Notes:
     - A gold skill that the pool lacks keeps its gain, because the pool then has an alternative that
       takes its place. Other skills that the pool lacks lose their gain, so that a perfect ranking
       has nDCG 1, as in the released evaluation. SkillRouter's easy pool lacks the degraded copies.
+    - All tiers use the original query id as cluster, so the bootstrap draws a query together with
+      its repetitions in other tiers.
     - A judged skill is never a copy, because the judgement says more.
     - Query ids are distinct within a split, so a repeated id means that its query has two splits.
 """
@@ -184,11 +186,8 @@ def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> d
     """Check the tasks of a split and return them by query id. If `split` is None, use all tasks."""
     if not tasks:
         raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
-    if split is not None:
-        tasks = _tasks_of_split(folder, tasks, split)
-
     scored = {}
-    for task in tasks:
+    for task in _tasks_of_split(folder, tasks, split):
         query_id = task.query.query_id
         if query_id in scored:
             problem = f"query '{query_id}' has two splits"
@@ -203,8 +202,10 @@ def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> d
     return scored
 
 
-def _tasks_of_split(folder: Path, tasks: Sequence[Task], split: str) -> list[Task]:
-    """Return the tasks of a split, of which there must be at least one."""
+def _tasks_of_split(folder: Path, tasks: Sequence[Task], split: str | None) -> Sequence[Task]:
+    """Return the tasks of a split, of which there must be at least one; None: all tasks."""
+    if split is None:
+        return tasks
     split_tasks = [task for task in tasks if task.query.split == split]
     if not split_tasks:
         problem = f"holds no query of split '{split}'"
@@ -226,8 +227,8 @@ def name_of(folder: Path) -> str:
 def as_tier(benchmark: Benchmark) -> Benchmark:
     """Make a benchmark a tier: one of several benchmarks that `join_tiers` joins into one.
 
-    The query `sum-columns` of the tier `easy` becomes `sum-columns@easy`, in the bootstrap's
-    cluster `sum-columns` of all tiers.
+    The query `sum-columns` of the tier `easy` becomes `sum-columns@easy`. In all tiers, its cluster
+    is `sum-columns`.
     """
     tier = benchmark.name
     tasks = []
@@ -286,7 +287,7 @@ def gold_in_pool(relevance: Relevance, pool: Container[str]) -> list[str]:
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
-    """Check that a pool has the gold skills, and remove gains of skills that are not in the pool.
+    """Check that a pool has the gold skills, and remove gains of skills that it lacks.
 
     Args:
         skill_ids: Ids of the skills in the pool.
@@ -317,11 +318,9 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
 
 def _missing_gold(relevance: Relevance, pool: frozenset[str]) -> list[str]:
     """Return the gold skills that a pool lacks, together with all their alternatives."""
-    replaceable_ids = set()
-    for alternative_id, gold_id in relevance.alternatives.items():
-        if alternative_id in pool:
-            replaceable_ids.add(gold_id)
-    return sorted(relevance.gold - pool - replaceable_ids)
+    alternatives = relevance.alternatives
+    replaceable = {alternatives[skill_id] for skill_id in alternatives if skill_id in pool}
+    return sorted(relevance.gold - pool - replaceable)
 
 
 def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[str]]) -> Benchmark:

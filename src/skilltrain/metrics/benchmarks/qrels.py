@@ -162,7 +162,7 @@ def _tasks(
     """Yield the tasks of one split, in the order of `queries`.
 
     Args:
-        file: File of the judgements, which is named after the split.
+        file: File of the judgements, named after the split.
         qrels: Judgements, each with its file and line.
         queries: Queries by id.
         origin: Origin of the queries.
@@ -172,6 +172,7 @@ def _tasks(
         scores = scores_by_query.get(query_id)
         if scores is None:
             continue
+        # Keeps NaN, unlike `score > 0`.
         gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
         query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
         yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)

@@ -11,7 +11,6 @@ note on a task's environment) is ignored.
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field
 
@@ -94,7 +93,9 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=notes)
 
 
-def _check_task_ids(rows: Mapping[str, _TaskRow], entries: Mapping[str, Any], folder: Path) -> None:
+def _check_task_ids(
+    rows: Mapping[str, object], entries: Mapping[str, object], folder: Path
+) -> None:
     """Check that tasks.jsonl and relevance.json have the same tasks."""
     unmatched = entries.keys() ^ rows.keys()
     if unmatched:
