@@ -197,10 +197,7 @@ def page_values(
 
     # Dropped rows by stage and filter. The stage `filter` drops candidates.
     drops = _read_drops(trail)
-    filter_drops = {}  # by filter
-    for (stage, filter_name), candidates in drops.items():
-        if stage == "filter":
-            filter_drops[filter_name] = candidates
+    filter_drops = {name: dropped for (stage, name), dropped in drops.items() if stage == "filter"}
     all_quotas = (run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas"))
 
     # Check every list.
