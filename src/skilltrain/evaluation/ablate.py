@@ -2,6 +2,12 @@
 
 A query's value is its mean over the seeds. An interval therefore covers the choice of queries, and
 the standard deviation beside it the randomness of training.
+
+Notes:
+    - Seeds are the outer loop of a grid, so that an ablation that is stopped early has whole seeds.
+    - Each checkpoint is three times as large as the model, and a finished run needs none.
+    - A run's folder is named by a digest of its settings and plug-ins, so that cells share runs.
+    - Inputs of a step may be missing before the earlier steps of its variant have run.
 """
 
 import copy
@@ -114,8 +120,7 @@ class Cell:
 def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, list[Cell]]:
     """Read a grid and resolve the settings of all its cells, without writing anything.
 
-    A variant that does not use the seed has one cell. Seeds are the outer loop, so that an ablation
-    that is stopped early has whole seeds.
+    A variant that does not use the seed has one cell.
 
     Raises:
         SkilltrainError: For any fault that can be known before work begins.
@@ -124,9 +129,8 @@ def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, lis
     cells = []
     for seed, variant in itertools.product(grid.seeds, grid.variants):
         cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
-        # If a variant does not use the seed, its evaluations have the same folders for all seeds.
         earlier_folders = [earlier.evaluations for earlier in cells if earlier.variant == variant]
-        if cell.evaluations not in earlier_folders:
+        if cell.evaluations not in earlier_folders:  # the variant uses the seed
             cells.append(cell)
     _check_evaluations(grid, cells)
     return grid, cells
@@ -164,10 +168,10 @@ class _RunResolver:
     def __init__(self, grid: AblationConfig, variant: str, seed: int) -> None:
         self.where = f"variant '{variant}'"
         self.recipes = _variant_recipes(grid, variant)
-        self.runs: dict[str, Any] = {}
+        self.runs = {}
         self._runs_folder = grid.out / "steps" if grid.runs is None else grid.runs
-        self._begun_steps: set[str] = set()
-        self._values: dict[str, Any] = {}  # of the references that are resolved, by name
+        self._begun_steps = set()
+        self._values = {}  # of the references that are resolved, by name
         if _SEED not in self.recipes:  # a step may have the name `seed`
             self._values[_SEED] = seed
 
@@ -182,31 +186,36 @@ class _RunResolver:
             problem = f"'{{{name}}}' is no step"
             fix = f"steps: {', '.join(self.recipes)}; plain braces are written {{{{ }}}}"
             raise SkilltrainError("invalid-ablation", problem, where=self.where, fix=fix)
-        where = f"step '{name}' of {self.where}"
 
-        # If the step is begun and has no folder yet, this call comes from a step that it reads.
+        config = self._read_settings(name, f"step '{name}' of {self.where}")
+        folder = self._runs_folder / f"{name}-{_settings_digest(config)}"
+        self.runs[name] = config.model_copy(update={"out": folder})
+        self._values[name] = folder
+        return folder
+
+    def _read_settings(self, name: str, where: str) -> Any:
+        """Return the settings of a step, after the steps that it reads are resolved.
+
+        The folder `out` is provisional, because its final name holds a digest of the settings.
+        """
         if name in self._begun_steps:
             problem = "depends on itself: a step that it reads needs its folder"
             raise SkilltrainError("invalid-ablation", problem, where=where)
         self._begun_steps.add(name)
 
-        # Resolve the steps that this step reads. The folder of this step is provisional: its final
-        # name holds a digest of the settings.
         recipe = _fill(self.recipes[name], self.value_of)
         config = parse_recipe(recipe | {"out": str(self._runs_folder / name)}, where)
-
-        # Inputs may be missing if they are folders of earlier runs, which are not made yet.
         earlier_folders = [run.out for run in self.runs.values()]
         check_inputs(config, pending=earlier_folders)
+        return config
 
-        # Name the folder by what decides the results.
-        identity = comparable_identity({"recipe": config.model_dump(mode="json")})
-        identity["plugins"] = plugin_fingerprints(config)
-        digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        folder = self._runs_folder / f"{name}-{digest[:12]}"
-        self.runs[name] = config.model_copy(update={"out": folder})
-        self._values[name] = folder
-        return folder
+
+def _settings_digest(config: Any) -> str:
+    """Return a digest of the settings and plug-ins that decide the results of a run."""
+    identity = comparable_identity({"recipe": config.model_dump(mode="json")})
+    identity["plugins"] = plugin_fingerprints(config)
+    text = json.dumps(identity, sort_keys=True)
+    return sha256(text.encode()).hexdigest()[:12]
 
 
 def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
@@ -249,8 +258,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
         SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`.
             A step has different queries or measures in two variants.
     """
-    # (benchmark, split, measures) of each step, as the first variant has them
-    data_by_step: dict[str, Any] = {}
+    first_data_by_step = {}  # of the first variant
     for cell in cells:
         for step in cell.evaluations:
             config = cell.runs[step]
@@ -259,7 +267,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             _check_evaluation(config.num_systems, measures, grid.compare, where)
 
             data = (config.benchmark, config.split, measures)
-            if data_by_step.setdefault(step, data) != data:
+            if data != first_data_by_step.setdefault(step, data):
                 problem = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
                 raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
@@ -294,25 +302,18 @@ def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run all cells of a grid, and write ablation.json, ablation.md and ablation.html.
 
-    Finished runs are kept. A training run that was stopped continues from its newest checkpoint. A
-    cell that fails does not stop the others.
+    Finished runs are kept. A cell that fails does not stop the others.
 
     Raises:
-        SkilltrainError: Before any work for a fault in the file. After the tables are written if a
-            cell failed.
+        SkilltrainError: The file has a fault, or a cell failed.
     """
     if launched_ranks() > 1:
         fix = "leave accelerate launch out"
         raise SkilltrainError("one-process", "an ablation runs in one process", where=file, fix=fix)
     grid, cells = read_grid(file, overrides)
     errors = _run_cells(cells)
+    _write_results(make_results(grid, cells, errors), grid.out)
 
-    results = make_results(grid, cells, errors)
-    document = markdown("ablation", **results)
-    write_json(grid.out / "ablation.json", to_jsonable_python(results))
-    write_text(grid.out / "ablation.md", document)
-    write_text(grid.out / "ablation.html", results_page(results))
-    say(document)
     if errors:
         cell, error = next(iter(errors.items()))
         problem = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
@@ -321,19 +322,28 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return {"out": str(grid.out), "num_cells": len(cells)}
 
 
+def _write_results(results: Mapping[str, Any], folder: Path) -> None:
+    """Write the results as JSON, Markdown and HTML, and print the Markdown."""
+    document = markdown("ablation", **results)
+    write_json(folder / "ablation.json", to_jsonable_python(results))
+    write_text(folder / "ablation.md", document)
+    write_text(folder / "ablation.html", results_page(results))
+    say(document)
+
+
 def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
     """Run all cells, and return the one-line error of each cell that failed.
 
     A run that cells share is run once. If it fails, it is not tried again for another cell.
     """
-    run_errors: dict[Path, str] = {}  # by folder; "" for a run that did not fail
+    error_by_folder = {}  # "" for success
     cell_errors = {}
     with progress("cells", len(cells)) as show:
         for number, cell in enumerate(cells, 1):
             for step, config in cell.runs.items():
-                if config.out not in run_errors:
-                    run_errors[config.out] = _run_step(step, config)
-                error = run_errors[config.out]
+                if config.out not in error_by_folder:
+                    error_by_folder[config.out] = _run_step(step, config)
+                error = error_by_folder[config.out]
                 if error:
                     cell_errors[str(cell)] = error
                     say(f"cell ({cell}) failed: {error}")
@@ -343,30 +353,19 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _run_step(step: str, config: Any) -> str:
-    """Run one stage of an ablation.
+    """Run one stage of an ablation, and return its error in one line, or "" without an error.
 
     A training run that was stopped continues from its newest checkpoint.
-
-    Args:
-        step: Name of the step, for the error.
-        config: Settings of the stage.
-
-    Returns:
-        Error in one line; "" if the step did not fail.
 
     Raises:
         StoppedError: A signal stops the step.
     """
-    import torch
-    from accelerate.state import AcceleratorState
-
     try:
-        run_stage(config, resume=None)  # None: resume if there is a checkpoint
+        run_stage(config, resume=None)  # None: resume from a checkpoint
     except StoppedError as error:
-        fix = "run the same command to go on"
-        raise StoppedError(
-            error.code, error.problem, where=config.out, fix=fix, number=error.number
-        ) from error
+        error.where = config.out
+        error.fix = "run the same command to go on"
+        raise
     except SkilltrainError as error:
         return f"step {step}: {error}"
     except Exception as error:
@@ -374,16 +373,20 @@ def _run_step(step: str, config: Any) -> str:
         first_line, _, _ = str(error).partition("\n")
         return f"step {step}: {type(error).__name__}: {first_line}"
     finally:
-        # Free the memory, and let the next training run of this process set accelerate up anew.
-        AcceleratorState._reset_state(reset_partial_state=True)
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-
-    # Delete the checkpoints, which a finished run does not need. Each is three times as large as
-    # the model.
+        _free_memory()
     shutil.rmtree(config.out / CHECKPOINTS, ignore_errors=True)
     return ""
+
+
+def _free_memory() -> None:
+    """Free the memory of a training run, and let the next run set accelerate up anew."""
+    import torch
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
 
 
 def make_results(
@@ -394,34 +397,33 @@ def make_results(
     Args:
         grid: Settings.
         cells: All cells.
-        errors: Error by the name of a cell, for cells that failed. The tables leave out these
-            cells.
+        errors: Error by the name of a cell that failed. The tables leave out these cells.
     """
     finished = [cell for cell in cells if str(cell) not in errors]
     steps = finished[0].evaluations if finished else {}
     tables = [_table(grid, step, finished) for step in steps]
-
-    # Holm's correction is over the differences of all tables together. Afterwards each table gets
-    # its own differences back, which are still in the order of the tables.
-    corrected = with_holm(_all_differences(tables))
-    start = 0
-    for table in tables:
-        end = start + len(table["differences"])
-        table["differences"] = list(corrected[start:end])
-        start = end
-
-    rows = []
-    for cell in cells:
-        recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
-        row = {"variant": cell.variant, "seed": cell.seed, "error": errors.get(str(cell))}
-        rows.append(row | {"recipes": recipes})
+    _correct_differences(tables)
     about = grid.model_dump(include={"ablation", "claim", "baseline"})
     return about | {
         "version": __version__,
         "max_exact": MAX_EXACT,
         "tables": tables,
-        "cells": rows,
+        "cells": [_cell_row(cell, errors.get(str(cell))) for cell in cells],
     }
+
+
+def _cell_row(cell: Cell, error: str | None) -> Row:
+    """Return the row of a cell, with the recipe file of each of its runs."""
+    recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
+    return {"variant": cell.variant, "seed": cell.seed, "error": error, "recipes": recipes}
+
+
+def _correct_differences(tables: Sequence[Row]) -> None:
+    """Apply Holm's correction to the differences of all tables together, in place."""
+    corrected = iter(with_holm(_all_differences(tables)))
+    for table in tables:
+        num_differences = len(table["differences"])
+        table["differences"] = list(itertools.islice(corrected, num_differences))
 
 
 def _all_differences(tables: Sequence[Row]) -> list[Comparison]:
@@ -442,45 +444,20 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     Args:
         grid: Settings.
         step: Name of the evaluation.
-        cells: Cells that did not fail.
-
-    Returns:
-        The table for ablation.json. In the row of a variant, `metrics` holds the mean of each
-        measure over queries, with its interval. If the variant ran with several seeds, `seed_sd`
-        holds the standard deviation (n − 1) of the seeds' means.
+        cells: Cells that did not fail. All have the same measures in this evaluation.
     """
-    evaluation = cells[0].runs[step]  # all cells have the same measures here
-    measures = [str(measure) for measure in evaluation.scored]
-
-    # Read the scores of each variant. An evaluation that several cells share is read once.
-    runs_by_variant: dict[str, list[Scores]] = {}
-    for variant in grid.variants:
-        folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
-        if folders:
-            runs_by_variant[variant] = [
-                _read_scores(folder, measures) for folder in sorted(folders)
-            ]
-
-    # A variant counts as one system, with the mean over its seeds as the score of a query.
-    mean_scores = {variant: _mean_over_seeds(runs) for variant, runs in runs_by_variant.items()}
+    measures = [str(measure) for measure in cells[0].runs[step].scored]
+    runs_by_variant = _read_runs(grid, step, cells, measures)
     systems = []
-    for variant, scores in mean_scores.items():
-        systems.append(SystemResult(variant, scores, rankings={}))
+    for variant, runs in runs_by_variant.items():
+        systems.append(SystemResult(variant, _mean_over_seeds(runs), rankings={}))
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
 
-    rows = []
-    for variant, runs in runs_by_variant.items():
-        row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
-        if len(runs) > 1:
-            row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
-        rows.append(row)
-
-    # Compare with the baseline, unless all its cells failed.
     pairs = []
-    if grid.baseline in runs_by_variant:
-        variants = [variant for variant in runs_by_variant if variant != grid.baseline]
-        pairs = [(grid.baseline, variant) for variant in variants]
+    if grid.baseline in runs_by_variant:  # not all its cells failed
+        pairs = [(grid.baseline, name) for name in runs_by_variant if name != grid.baseline]
+    rows = [_variant_row(name, runs, means[name]) for name, runs in runs_by_variant.items()]
     return {
         "evaluation": step,
         "num_queries": len(query_ids),
@@ -488,6 +465,33 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
         "variants": rows,
         "differences": compare(systems, pairs, grid.compare),
     }
+
+
+def _read_runs(
+    grid: AblationConfig, step: str, cells: Sequence[Cell], measures: Sequence[str]
+) -> dict[str, list[Scores]]:
+    """Return the scores of each run of an evaluation, by variant. A shared run is read once."""
+    runs_by_variant = {}
+    for variant in grid.variants:
+        folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
+        runs = [_read_scores(folder, measures) for folder in sorted(folders)]
+        if runs:
+            runs_by_variant[variant] = runs
+    return runs_by_variant
+
+
+def _variant_row(variant: str, runs: Sequence[Scores], means: Mapping[str, Any]) -> Row:
+    """Return the row of a variant in ablation.json.
+
+    Args:
+        variant: Name of the variant.
+        runs: Scores of each run.
+        means: Mean over queries by measure, with its interval.
+    """
+    row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means}
+    if len(runs) > 1:
+        row["seed_sd"] = {measure: _deviation(runs, measure) for measure in means}
+    return row
 
 
 def _read_scores(folder: Path, measures: Sequence[str]) -> Scores:

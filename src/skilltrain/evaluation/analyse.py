@@ -1,6 +1,13 @@
 """Analyses of an evaluation: of its models and skills, and of the systems' answers.
 
 Each analysis is a list of rows in metrics.json.
+
+Notes:
+    - A ranker cannot find a skill that the ranker before it did not pass on. So the recall of a
+      ranker at `num_passed` is the highest recall that later rankers can reach, and its hit rate at
+      `num_passed` their highest Hit@1.
+    - A reranker reads a skill together with a query. The query is empty in the analysis
+      `truncation`.
 """
 
 import math
@@ -31,6 +38,7 @@ from skilltrain.terminal import track
 STAGE_CUTOFFS = (1, 5, 10, 50, 100, 500, 1000)
 _OUTCOME_MEASURE = "Hit@1"  # 1 if a system got a query right, otherwise 0
 _NO_LIMIT = 10**9  # characters
+_MAX_SPECIAL_TOKENS = 8  # more than any model adds to a text
 
 
 class Inputs(NamedTuple):
@@ -100,60 +108,51 @@ def run_input_analyses(config: AnalysisConfig, inputs: Inputs) -> dict[str, list
 def run_result_analyses(
     config: AnalysisConfig, report: Report, stages_by_system: Mapping[str, Sequence[RankedStage]]
 ) -> dict[str, list[Row]]:
-    """Run the analyses of rankings.
+    """Run the analyses of rankings, and return their rows by kind.
 
     Args:
         config: Settings.
         report: Report with the rows of `run_input_analyses`.
-        stages_by_system: For each system, the rankings of each of its rankers in order.
-
-    Returns:
-        Rows by kind of analysis. For the further analyses, `config.more`, the rows of
-        `run_input_analyses` come first.
+        stages_by_system: Rankings of each ranker of a system in order.
     """
-    rows: dict[str, list[Row]] = {"outcomes": []}
-
-    # Outcomes need Hit@1 of each query: was the answer right?
-    measure_values = chain.from_iterable(result.per_query.values() for result in report.results)
-    has_outcomes = all(_OUTCOME_MEASURE in values for values in measure_values)
-    if has_outcomes:
-        # Systems that are next to each other in the recipe are compared.
-        for baseline, system in pairwise(report.results):
-            rows["outcomes"].append(outcomes(baseline, system, _OUTCOME_MEASURE))
-
-    rows["stages"] = stage_recalls(stages_by_system, report.benchmark)
-    rows["latencies"] = latencies(stages_by_system)
-    for analysis in config.more:  # the further analyses, such as plug-ins
+    rows = {
+        "outcomes": _neighbour_outcomes(report.results),
+        "stages": stage_recalls(stages_by_system, report.benchmark),
+        "latencies": latencies(stages_by_system),
+    }
+    for analysis in config.more:
         input_rows = report.analysis[analysis.kind]
         rows[analysis.kind] = [*input_rows, *analysis.analyse_results(report)]
     return rows
 
 
+def _neighbour_outcomes(results: Sequence[SystemResult]) -> list[Row]:
+    """Return the outcomes of each system and the system before it; none without Hit@1."""
+    for result in results:
+        for values in result.per_query.values():
+            if _OUTCOME_MEASURE not in values:
+                return []
+    return [outcomes(*pair, _OUTCOME_MEASURE) for pair in pairwise(results)]
+
+
 def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
-    """Return which queries `system` fixes and breaks (SkillRouter, section 5.5.1).
+    """Return which queries of the baseline a system fixes and breaks (SkillRouter, section 5.5.1).
 
     Args:
-        baseline: System to compare with.
-        system: System that is compared.
         measure: Measure that is 0 (wrong) or 1 (right).
 
     Returns:
-        The exact p (`sign_test`), and the ids of the queries that are right in both systems, only
-        in `system` (fixed), only in `baseline` (broken) or in neither.
+        The p-value of `sign_test`, and the query ids of each outcome.
     """
     query_ids = shared_query_ids([baseline, system])
     baseline_values = values_of(baseline, query_ids, [measure])  # [query, 1]
     system_values = values_of(system, query_ids, [measure])  # [query, 1]
     differences = system_values - baseline_values
     sums_by_cluster, _ = cluster_sums(differences, baseline.clusters_of(query_ids))
-    row: Row = {
-        "baseline": baseline.name,
-        "system": system.name,
-        "measure": measure,
-        "p": sign_test(sums_by_cluster[:, 0]),
-    }
+    p = sign_test(sums_by_cluster[:, 0])
+    row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure, "p": p}
 
-    # Values of baseline and system for each outcome.
+    # (baseline, system)
     value_pairs = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
     for outcome, (baseline_value, system_value) in value_pairs.items():
         mask = (baseline_values == baseline_value) & (system_values == system_value)
@@ -166,11 +165,9 @@ def unserved_separation(
 ) -> dict[str, Interval]:
     """Return how well each system's best score separates served queries from unserved ones.
 
-    The value is the probability that a served query has a higher best score than an unserved one.
-    This makes sense only for scores that can be compared between queries, such as z-scores.
+    The scores must be comparable between queries, as z-scores are.
 
     Args:
-        rankings_by_system: Rankings of all queries by system.
         query_ids: Queries that a skill serves.
         unserved: Queries that no skill serves.
     """
@@ -194,15 +191,8 @@ def stage_recalls(
 ) -> list[Row]:
     """Score each ranker of the systems that have several rankers (SkillFlow, table 3).
 
-    Args:
-        stages_by_system: For each system, a stage for each of its rankers, in order.
-        benchmark: Tasks with their gold skills.
-
     Returns:
-        A row for each ranker: means of measures at several cutoffs, and `num_passed`, the number of
-        skills that the next ranker reads. Later rankers cannot find a skill that this ranker does
-        not pass on. So its recall at `num_passed` is the most that their recall can reach, and its
-        hit rate at `num_passed` the most that their Hit@1 can reach.
+        A row for each ranker. `num_passed` is the number of skills that the next ranker reads.
     """
     rows = []
     for system, stages in stages_by_system.items():
@@ -211,12 +201,12 @@ def stage_recalls(
         for number, stage in enumerate(stages, 1):
             lengths = [len(ranking) for ranking in stage.rankings.values()]
             longest = max([1, *lengths])
-
-            # Without a number, the next ranker reads whole rankings.
-            num_passed = min(stage.num_passed, longest) if stage.num_passed else longest
+            num_passed = longest
+            if stage.num_passed:
+                num_passed = min(stage.num_passed, longest)
 
             means = _stage_means(stage, benchmark, longest, num_passed)
-            row: Row = {"system": system, "stage": f"{number} {stage.kind}"}
+            row = {"system": system, "stage": f"{number} {stage.kind}"}
             rows.append(row | {"num_passed": num_passed, "means": means})
     return rows
 
@@ -227,8 +217,6 @@ def _stage_means(
     """Return the mean of each measure over the queries for one ranker.
 
     Args:
-        stage: Rankings of the ranker.
-        benchmark: Tasks with their gold skills.
         longest: Length of the longest ranking.
         num_passed: Number of skills that the next ranker reads.
     """
@@ -247,11 +235,7 @@ def _stage_means(
 def latencies(stages_by_system: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
     """Return the latency of each ranker that was timed and, if all were, of the whole system.
 
-    Args:
-        stages_by_system: For each system, a stage for each of its rankers, in order.
-
-    Returns:
-        Rows of `_latency_row`. The row of a whole system has the stage `total`.
+    The row of a whole system has the stage `total`.
     """
     rows = []
     for system, stages in stages_by_system.items():
@@ -268,15 +252,9 @@ def latencies(stages_by_system: Mapping[str, Sequence[RankedStage]]) -> list[Row
 def _latency_row(system: str, name: str, stages: Sequence[RankedStage]) -> Row:
     """Return the latency of rankers that run one after the other.
 
-    Args:
-        system: Name of the system.
-        name: Name of the row: its key `stage`.
-        stages: One stage for each ranker.
-
     Returns:
-        A row. `mean`, `p50` and `p95` are seconds of a query that was ranked alone. `qps` is the
-        number of queries per second, and `num` the number of queries. `gpu_gib` is the peak GPU
-        memory, and `gpu_seconds` the GPU time of 1,000 queries. Both are None without a GPU.
+        A row: `mean`, `p50` and `p95` in seconds per query, `qps` in queries per second,
+        `gpu_seconds` for 1,000 queries.
     """
     seconds = np.sum([stage.latencies for stage in stages], axis=0)  # [query]
     mean = float(seconds.mean())
@@ -296,9 +274,7 @@ def _latency_row(system: str, name: str, stages: Sequence[RankedStage]) -> Row:
 def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Row:
     """Return the share of skills that a model sees whole (SkillFlow, figure 6).
 
-    The template shows some fields of a skill. The model sees the skill whole if neither a limit of
-    characters in the template nor `max_tokens` cuts these fields. A reranker reads the skill with a
-    query, which counts as empty here.
+    Neither the template's limits of characters nor `max_tokens` cut such a skill.
     """
     if isinstance(config, RerankConfig):
         pair_tokenizer = load_reranker(config, default_device()).pair_tokenizer
@@ -309,9 +285,8 @@ def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) ->
         encoder = load_encoder(config, default_device())
         template = encoder.settings.template.skill
         tokenizer = encoder.text_tokenizer
-        # An empty text has only the special tokens, which are fewer than 8.
-        num_special = len(encoder.tokenize([""], max_tokens=8)[0])
-        max_skill_tokens = encoder.settings.max_tokens - num_special
+        special_tokens = encoder.tokenize([""], max_tokens=_MAX_SPECIAL_TOKENS)[0]
+        max_skill_tokens = encoder.settings.max_tokens - len(special_tokens)
 
     no_limits = {"description_chars": _NO_LIMIT, "body_chars": _NO_LIMIT}
     whole_template = template.model_copy(update=no_limits)

@@ -1,4 +1,11 @@
-"""Stage `evaluate`: compare systems, and predictions of other software, on a benchmark."""
+"""Stage `evaluate`: compare systems, and predictions of other software, on a benchmark.
+
+Notes:
+    - A task without a prediction scores 0, because a system that fails to answer is not excused.
+    - Every tier of a benchmark is ranked over one pool. Predictions can also be scored without one.
+    - Rankings are at least as long as the largest cutoff of a measure.
+    - Counts of a chat model are named `RANKER`, or `RANKER, TIER` if there are tiers.
+"""
 
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
@@ -138,9 +145,10 @@ class Evaluate(Stage):
         all_results = []
         ranked_ids = {}
         for system, results in results_by_system.items():
-            results_by_system[system] = [result.only(query_ids) for result in results]
-            all_results += results_by_system[system]
-            ranked_ids[system] = results_by_system[system][-1].skill_ids()
+            results = [result.only(query_ids) for result in results]
+            results_by_system[system] = results
+            all_results += results
+            ranked_ids[system] = results[-1].skill_ids()
         if all_results:
             rankings = {result.name: result.rankings for result in all_results}
             write_table(rankings_table(rankings), RANKINGS, out)
@@ -208,62 +216,45 @@ def _load(config: Evaluate) -> _Data:
             or predictions do not fit the benchmark.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
-    if not config.systems and not config.predictions:
-        problem = "there is nothing to evaluate: give systems or predictions"
-        raise SkilltrainError("nothing-to-score", problem)
-
-    # A benchmark may come with a pool for each of its tiers.
-    has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
-    if config.systems and not has_pools:
-        raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
-
-    # Every tier of the benchmark is ranked over one pool: its own, or the given pool with the gold
-    # skills of the tier added.
+    _check_has_work(config, benchmark)
     skills = None if config.pool is None else read_pool(config.pool)
-    pools: list[Mapping[str, Skill]] = []
+    pools = []
     tiers = []
-    skills_by_id: dict[str, Skill] = {}
+    skills_by_id = {}
     for tier in benchmark.tiers_or_self:
-        if skills is None:
-            pool = {skill.skill_id: skill for skill in tier.pool}
-        else:
+        pool = {skill.skill_id: skill for skill in tier.pool}
+        if skills is not None:
             pool = tier.with_gold(skills)
         pools.append(pool)
-        if pool:  # predictions can also be scored without a pool
-            tier = check_pool(tier, pool.keys())
-        tiers.append(tier)
+        tiers.append(check_pool(tier, pool.keys()) if pool else tier)
         skills_by_id |= pool
     benchmark = join_tiers(tiers)
 
-    # The name of a file names a system, so all names must differ.
-    names = {system.name for system in config.systems}
-    predictions: dict[str, Predictions] = {}
-    for file in config.predictions:
-        if file.stem in names:
-            problem = f"another system is called '{file.stem}' as well"
-            raise SkilltrainError("repeated-name", problem, where=file, fix="rename it")
-        names.add(file.stem)
-        predictions[file.stem] = _read_predictions(file, benchmark, skills_by_id)
-
+    predictions = _read_predictions(config, benchmark, skills_by_id)
     if config.clusters is not None:
         benchmark = _add_near_duplicates(benchmark, skills_by_id, config.clusters)
     return _Data(benchmark, pools, skills_by_id, predictions)
 
 
+def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
+    """Check that there is something to score, and that systems have pools to rank."""
+    if not config.systems and not config.predictions:
+        problem = "there is nothing to evaluate: give systems or predictions"
+        raise SkilltrainError("nothing-to-score", problem)
+    has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
+    if config.systems and not has_pools:
+        raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
+
+
 def _add_near_duplicates(
     benchmark: Benchmark, skills: Mapping[str, Skill], clusters: Path
 ) -> Benchmark:
-    """Return the benchmark with the near-duplicates of its gold skills.
-
-    Some measures count these copies as gold.
+    """Add the near-duplicates of gold skills, which some measures count as gold.
 
     Args:
         benchmark: Tasks with their gold skills.
         skills: Skills by id.
         clusters: CLUSTERS table of the skills.
-
-    Raises:
-        SkilltrainError: There are no skills.
     """
     if not skills:
         problem = "near-duplicates are found by texts of skills, and there is no pool"
@@ -278,19 +269,13 @@ def _add_near_duplicates(
 def _rank(
     config: Evaluate, data: _Data, unserved: Sequence[Query]
 ) -> tuple[dict[str, list[RankedStage]], dict[str, Mapping[str, Any]]]:
-    """Rank the queries of the benchmark with all systems.
-
-    A benchmark may consist of several tiers, such as `easy` and `hard`. The queries of a tier are
-    ranked over the pool of this tier.
+    """Rank the queries of each tier over the pool of this tier.
 
     Args:
-        config: Settings. Rankings are at least as long as the largest cutoff of a measure.
-        data: Benchmark and pools.
-        unserved: Further queries, for which no skill fits. They are ranked over the first pool.
+        unserved: Queries that no skill serves, ranked over the first pool.
 
     Returns:
-        The rankings of each ranker by system, and the counts of each ranker that asks a chat model.
-        The key of the counts is the name of the ranker, or `RANKER, TIER` if there are tiers.
+        Rankings by system, and counts of the chat models by ranker.
     """
     stages_by_system = {}
     chat_counts = {}
@@ -299,40 +284,44 @@ def _rank(
     num_timed = config.analysis.num_timed
     for tier, pool in zip(data.benchmark.tiers_or_self, data.pools, strict=True):
         queries = list(tier.queries)
-        is_first_tier = not stages_by_system
-        if is_first_tier:
+        if not stages_by_system:  # the first tier
             queries.extend(unserved)
         tier_suffix = f", {tier.name}" if data.benchmark.tiers else ""
         ranked = run_systems(config.systems, queries, list(pool.values()), depth, num_timed)
 
-        # Join the rankings of each ranker over all tiers.
         for system, stages in ranked.items():
             for stage in stages:
                 if stage.counts:
                     chat_counts[f"{stage.name}{tier_suffix}"] = stage.counts
-            if is_first_tier:
-                stages_by_system[system] = list(stages)
-            else:
-                # The same rankers have ranked the queries of earlier tiers.
+            if system in stages_by_system:
                 pairs = zip(stages_by_system[system], stages, strict=True)
-                stages_by_system[system] = [earlier.joined(later) for earlier, later in pairs]
+                stages = [earlier.joined(later) for earlier, later in pairs]
+            stages_by_system[system] = list(stages)
     return stages_by_system, chat_counts
 
 
-def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) -> Predictions:
-    """Read the predictions for the tasks that are scored.
+def _read_predictions(
+    config: Evaluate, benchmark: Benchmark, pool: Container[str]
+) -> dict[str, Predictions]:
+    """Read all files of predictions. A file's name is the name of a system."""
+    names = {system.name for system in config.systems}
+    predictions = {}
+    for file in config.predictions:
+        if file.stem in names:
+            problem = f"another system is called '{file.stem}' as well"
+            raise SkilltrainError("repeated-name", problem, where=file, fix="rename it")
+        names.add(file.stem)
+        predictions[file.stem] = _read_prediction_file(file, benchmark, pool)
+    return predictions
 
-    Tasks without a prediction score 0, because a system that fails to answer is not excused. A
-    warning counts them.
+
+def _read_prediction_file(file: Path, benchmark: Benchmark, pool: Container[str]) -> Predictions:
+    """Read the predictions for the tasks that are scored, and warn of missing ones.
 
     Args:
         file: JSON file with an object {query_id: [skill_id, …]}.
         benchmark: Tasks.
-        pool: Skill ids that may be predicted. An empty pool allows all skill ids.
-
-    Raises:
-        SkilltrainError: The file has another form, a skill id repeats, a query is not in the
-            benchmark, a skill is not in `pool`, or no prediction is for a task that is scored.
+        pool: Skill ids that may be predicted. An empty pool allows all.
     """
     values = read_json(file)
     if not isinstance(values, dict) or not values:
@@ -340,30 +329,39 @@ def _read_predictions(file: Path, benchmark: Benchmark, pool: Container[str]) ->
         raise SkilltrainError("invalid-predictions", problem, where=file)
     for query_id, ranking in values.items():
         _check_prediction(ranking, pool, f"{file}, query {query_id}")
+    _check_query_ids(list(values), benchmark, file)
 
-    # Predictions for other splits of the benchmark are ignored.
     scored_ids = list(benchmark.relevances)
-    benchmark_ids = benchmark.unscored.union(scored_ids)
-    unknown_ids = [query_id for query_id in values if query_id not in benchmark_ids]
-    if unknown_ids:
-        problem = (
-            f"{len(unknown_ids)} of {len(values)} predicted queries are not in the benchmark, "
-            f"first '{unknown_ids[0]}'"
-        )
-        fix = f"its query ids look like '{scored_ids[0]}'"
-        raise SkilltrainError("unknown-query", problem, where=file, fix=fix)
     predictions = {query_id: values[query_id] for query_id in scored_ids if query_id in values}
     if not predictions:
         problem = "all its predictions are for queries that are not scored here"
         raise SkilltrainError("nothing-to-score", problem, where=file)
+    _warn_of_missing(predictions, scored_ids, file)
+    return predictions
 
-    missing_ids = [query_id for query_id in scored_ids if query_id not in predictions]
+
+def _warn_of_missing(predicted_ids: Container[str], query_ids: Sequence[str], file: Path) -> None:
+    """Print how many queries have no prediction in a file."""
+    missing_ids = [query_id for query_id in query_ids if query_id not in predicted_ids]
     if missing_ids:
         say(
-            f"warning: {file}: no prediction for {len(missing_ids)} of {len(scored_ids)} queries, "
+            f"warning: {file}: no prediction for {len(missing_ids)} of {len(query_ids)} queries, "
             f"first '{missing_ids[0]}'; they score 0"
         )
-    return predictions
+
+
+def _check_query_ids(query_ids: Sequence[str], benchmark: Benchmark, file: Path) -> None:
+    """Check that all predicted queries are in the benchmark, scored or not."""
+    benchmark_ids = benchmark.unscored.union(benchmark.relevances)
+    unknown_ids = [query_id for query_id in query_ids if query_id not in benchmark_ids]
+    if unknown_ids:
+        problem = (
+            f"{len(unknown_ids)} of {len(query_ids)} predicted queries are not in the benchmark, "
+            f"first '{unknown_ids[0]}'"
+        )
+        example_id = next(iter(benchmark.relevances))
+        fix = f"its query ids look like '{example_id}'"
+        raise SkilltrainError("unknown-query", problem, where=file, fix=fix)
 
 
 def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
@@ -371,7 +369,8 @@ def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
 
     An empty pool allows all skill ids.
     """
-    if not isinstance(ranking, list) or not all(isinstance(item, str) and item for item in ranking):
+    is_valid = isinstance(ranking, list) and all(item and isinstance(item, str) for item in ranking)
+    if not is_valid:
         problem = "a prediction is a list of skill ids"
         raise SkilltrainError("invalid-predictions", problem, where=where)
     if len(set(ranking)) < len(ranking):
@@ -391,7 +390,7 @@ def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
 def _report(
     config: Evaluate,
     benchmark: Benchmark,
-    ranked_ids: Mapping[str, Mapping[str, Sequence[str]]],
+    ranked_ids: Mapping[str, Predictions],
     skills: Mapping[str, Skill],
     notes: Sequence[str],
     provenance: Mapping[str, str],
@@ -399,12 +398,10 @@ def _report(
     """Score rankings, and make the report.
 
     Args:
-        config: Settings.
-        benchmark: Tasks to score.
         ranked_ids: Ranked skill ids by system and query id.
         skills: Skills by id, for their names.
         notes: Sentences for the report.
-        provenance: Lines about what was evaluated. The key of a line is its title, such as `Pool`.
+        provenance: What was evaluated, by title.
     """
     results = []
     for name, rankings in ranked_ids.items():
@@ -429,8 +426,8 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
         for ranker in flatten_rankers(system.rankers):
             model = ranker.server.model if ranker.server else ranker.model_source
             if model:
-                is_folder = Path(model).exists()
-                models.append(Path(model).name if is_folder else model)
+                path = Path(model)
+                models.append(path.name if path.exists() else model)
         if models:
             provenance[f"System {system.name}"] = ", ".join(models)
     provenance["Made"] = f"{date.today().isoformat()} with skilltrain {__version__}"
@@ -471,7 +468,7 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
             )
         for filter_name, (num_accepted, num_judged) in counts.get("accepted", {}).items():
             if num_judged:
-                share = f"{num_accepted / num_judged:.1%}"
-                accepted = f"{num_accepted} of {num_judged} skills ({share})"
+                share = num_accepted / num_judged
+                accepted = f"{num_accepted} of {num_judged} skills ({share:.1%})"
                 notes.append(f"{name}: {filter_name} accepted {accepted}.")
     return notes

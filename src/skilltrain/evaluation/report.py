@@ -26,7 +26,7 @@ from skilltrain.metrics.slices import (
 from skilltrain.records import Skill
 
 HEADLINE = "Hit@1"
-# Measures by which systems are compared in pairs.
+# Measures by which systems are compared in pairs; without any of them, the first measure.
 COMPARED = (HEADLINE, HEADLINE + COPIES, "MRR@10")
 ANALYSES = (
     "outcomes",
@@ -80,7 +80,7 @@ class Report:
     @property
     def labels(self) -> dict[str, list[SliceMeans]]:
         """Slices by label, the kind of query first. Labels that all queries share are left out."""
-        slices_by_label: dict[str, list[SliceMeans]] = {KIND: []}
+        slices_by_label = {KIND: []}
         for query_slice in distinct_slices(self.slices)[1:]:  # without the slice of all queries
             slices_by_label.setdefault(query_slice.label, []).append(query_slice)
         return {label: slices for label, slices in slices_by_label.items() if slices}
@@ -97,13 +97,12 @@ class Report:
 
     @cached_property
     def first_ranks(self) -> dict[str, dict[str, int | None]]:
-        """Rank of the first gold skill by system and query id; None if there is none."""
+        """Rank of the first gold skill or alternative by system and query id; None without one."""
         ranks = {}
         for result in self.results:
             ranks[result.name] = {}
             for query_id in self.tasks:
                 ranking = result.rankings.get(query_id, ())
-                # An equivalent of a gold skill takes its place if it is ranked higher.
                 gold = self.relevance_for(query_id, ranking).gold
                 gold_ranks = [rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold]
                 ranks[result.name][query_id] = gold_ranks[0] if gold_ranks else None
@@ -176,25 +175,15 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
-        # An analysis that did not run is empty: a list of no rows or, for `unserved`, a map.
-        analysis: dict[str, Any] = {kind: [] for kind in ANALYSES}
-        analysis["unserved"] = {}
-        analysis.update(self.analysis)
+        # An analysis that did not run is empty.
+        analysis = {kind: [] for kind in ANALYSES} | {"unserved": {}, **self.analysis}
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,
                 "seed": SEED,
                 "resamples": RESAMPLES,
                 "systems": [self._system(name) for name in self.systems],
-                "slices": [
-                    {
-                        "label": query_slice.label,
-                        "value": query_slice.value,
-                        "num_queries": len(query_slice.query_ids),
-                        "systems": query_slice.means,
-                    }
-                    for query_slice in self.slices
-                ],
+                "slices": [_slice_row(query_slice) for query_slice in self.slices],
                 "differences": self.comparisons,
                 "gaps": self.gaps,
                 "analysis": analysis,
@@ -208,6 +197,16 @@ class Report:
         return {"name": name, "metrics": sections.pop(ALL), **sections}
 
 
+def _slice_row(query_slice: SliceMeans) -> Row:
+    """Return the row of a slice in metrics.json."""
+    return {
+        "label": query_slice.label,
+        "value": query_slice.value,
+        "num_queries": len(query_slice.query_ids),
+        "systems": query_slice.means,
+    }
+
+
 def build_report(
     benchmark: Benchmark,
     results: Sequence[SystemResult],
@@ -218,19 +217,11 @@ def build_report(
 ) -> Report:
     """Compute the means with 95% intervals, overall and by slice, and compare the systems.
 
-    Each system is compared with the first system and with its predecessor. Comparisons are by the
-    `measures` that are in COMPARED, or by the first measure if there are none.
+    Each system is compared with the first system and with its predecessor.
 
     Args:
-        benchmark: Tasks that were scored.
-        results: Rankings and values of each system.
-        measures: Measures that the report shows.
-        skills: Skills by id, for their names.
-        notes: Sentences that a reader must know.
+        skills: Skills by id.
         provenance: What was evaluated, by title.
-
-    Raises:
-        SkilltrainError: The systems have different queries, or different measures of a query.
     """
     names = tuple(map(str, measures))
     labels = labels_of(benchmark.tasks, skills)

@@ -73,18 +73,17 @@ def report_markdown(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """Return the report as one HTML page."""
-    # Queries for which no system has a gold skill on rank 1.
-    num_failures = sum(1 not in _first_ranks(report, query_id) for query_id in report.tasks)
+    failed_ids = [query_id for query_id in report.tasks if 1 not in _first_ranks(report, query_id)]
     return html_page(
         "evaluation",
         **_common_values(report),
-        num_failures=num_failures,
+        num_failures=len(failed_ids),
         hardest_first=_hardest_first(report),
         curve=_recall_curve(report),
         latency_plot=_latency_plot(report),
         axes=_axes(report),
-        layer_plot=_layer_plot,  # a function, which the template calls for each model
-        fields=FIELDS_SEEN["full"],  # name, description and body of a skill
+        layer_plot=_layer_plot,  # the template calls it
+        fields=FIELDS_SEEN["full"],
         max_cases=_MAX_CASES,
         max_queries=_MAX_QUERIES,
     )
@@ -92,23 +91,14 @@ def report_page(report: Report) -> str:
 
 def _common_values(report: Report) -> dict[str, Any]:
     """Return the variables that the templates of the page and of the Markdown file share."""
-    # Explain each measure once, under its name without cutoff and copies: Hit@1 (copies) → Hit.
-    meanings = {}
-    for measure in report.measures:
-        name, _, _ = measure.removesuffix(COPIES).partition("@")
-        meanings[name] = meaning_of(name)
-
-    # The templates expect rows of every known analysis, also of those that did not run.
-    analysis: dict[str, Any] = dict.fromkeys(ANALYSES, ())
-    analysis.update(report.analysis)
-
-    # Known analyses have templates of their own. Plug-ins add other analyses.
+    # Templates expect every kind.
+    analysis = {**dict.fromkeys(ANALYSES, ()), **report.analysis}
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
     return {
         "report": report,
         "analysis": analysis,
         "other_analyses": other_analyses,
-        "meanings": meanings,
+        "meanings": _meanings(report.measures),
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "seed": SEED,
@@ -116,6 +106,15 @@ def _common_values(report: Report) -> dict[str, Any]:
         "max_exact": MAX_EXACT,
         "min_queries": _MIN_QUERIES,
     }
+
+
+def _meanings(measures: Sequence[str]) -> dict[str, str]:
+    """Return the meaning of each measure by its name without cutoff and copies, such as `Hit`."""
+    meanings = {}
+    for measure in measures:
+        name, _, _ = measure.removesuffix(COPIES).partition("@")
+        meanings[name] = meaning_of(name)
+    return meanings
 
 
 def _first_ranks(report: Report, query_id: str) -> list[int | None]:
@@ -200,7 +199,7 @@ def _latency_plot(report: Report) -> LatencyPlot | None:
         if row["stage"] == "total" and row["p50"] > 0:
             latencies[row["system"]] = row
 
-    points: dict[str, tuple[Row, Interval]] = {}
+    points = {}
     for system, means in report.overall.means.items():
         if system in latencies and report.chief_measure in means:
             points[system] = (latencies[system], means[report.chief_measure])
@@ -255,14 +254,13 @@ def _layer_plot(model: Row) -> LayerPlot:
     layers = model["layers"]
     last_layer = len(layers) - 1
     if last_layer == 0:
-        layers = layers * 2  # a line needs two points
-    step = 100 / (len(layers) - 1)  # percent of the width between two layers
-    points: dict[str, list[Point]] = {}
+        layers = layers * 2
+    step = 100 / (len(layers) - 1)  # percent
+    points = {}
     for field in ("name", "description", "body"):
         points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
 
-    # Number the first layer, the last layer, and three layers between them. If there are fewer than
-    # five layers, some of these are the same.
+    # First, last, and three between.
     numbered_layers = sorted({quarter * last_layer // 4 for quarter in range(5)})
     ticks = [(step * n, n + 1) for n in numbered_layers]
     return LayerPlot(points, ticks)
@@ -278,19 +276,9 @@ def terminal_table(report: Report, width: int) -> Group:
         report: The report.
         width: Width of the terminal in characters. Columns beyond it follow in further tables.
     """
-    labels = (ALL, KIND, QUERY_LENGTH)
-    slices = [item for item in distinct_slices(report.slices) if item.label in labels]
-    groups = []
-    if len(report.systems) == 1:
-        # The slices of a single system are side by side.
-        groups.append([(query_slice, report.systems[0]) for query_slice in slices])
-    else:
-        for query_slice in slices:
-            groups.append([(query_slice, system) for system in report.systems])
-
     max_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
     tables = []
-    for columns in groups:
+    for columns in _column_groups(report):
         for start in range(0, len(columns), max_columns):
             tables.append(_table(columns[start : start + max_columns], report.measures))
 
@@ -299,11 +287,23 @@ def terminal_table(report: Report, width: int) -> Group:
     return Group(title, *tables, notes)
 
 
+def _column_groups(report: Report) -> list[list[Column]]:
+    """Return the columns side by side: the slices of a single system, or the systems by slice."""
+    labels = (ALL, KIND, QUERY_LENGTH)
+    slices = [item for item in distinct_slices(report.slices) if item.label in labels]
+    if len(report.systems) == 1:
+        return [[(query_slice, report.systems[0]) for query_slice in slices]]
+    groups = []
+    for query_slice in slices:
+        groups.append([(query_slice, system) for system in report.systems])
+    return groups
+
+
 def _table(columns: Sequence[Column], measures: Sequence[str]) -> Table:
     """Return a table with a row for each measure and a column for each slice and system."""
     table = Table(pad_edge=False)
     table.add_column(no_wrap=True)
-    text_width = _CELL_WIDTH - 3  # without a space on both sides and the line between two columns
+    text_width = _CELL_WIDTH - 3  # without padding and border
     for query_slice, system in columns:
         head = f"{printable(system)}\n{query_slice.value}, n = {len(query_slice.query_ids)}"
         table.add_column(head, justify="right", overflow="fold", max_width=text_width)

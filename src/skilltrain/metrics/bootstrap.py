@@ -4,6 +4,13 @@ Queries are drawn with replacement. An interval therefore tells how the mean wou
 queries, not with another training run. If a task is ranked over several pools, its queries are not
 independent: they form a cluster and are drawn together. Random draws depend only on the number of
 queries, so intervals of the same queries share them, and every run gives the same intervals.
+
+Notes:
+    - A resample is stored as the number of times that each cluster was drawn. The means of all
+      columns are then one matrix product.
+    - Two verdicts on one request are not independent, so `agreement` draws whole requests.
+    - If only few queries differ, the p-value of the bootstrap is too small, and
+      `comparison.compare` uses an exact test.
 """
 
 from collections.abc import Sequence
@@ -104,12 +111,7 @@ def paired_differences(
     """Return the mean of each column of paired differences, with its interval and its p-value.
 
     The two-sided p-value is twice the share of resampled means that are 0 or have the other sign.
-    One extra resample on each side keeps it above 0, so its minimum is .0002. Equal systems have
-    p = 1. If only few queries differ, p is too small, and `comparison.compare` uses an exact test.
-
-    Args:
-        differences: Value of one system minus value of the other, one row per query.
-        clusters: Cluster of each query. Queries of a cluster are drawn together.
+    One extra resample on each side keeps it above 0. Equal systems have p = 1.
     """
     means = resampled_means(differences, clusters)
     num_low = np.count_nonzero(means <= _TOLERANCE, axis=0)
@@ -124,12 +126,23 @@ def resampled_means(
 ) -> Float[np.ndarray, "resample column"]:
     """Return the column means of `RESAMPLES` resamples of the queries, or of their clusters.
 
-    A resample is stored as the number of times that each cluster was drawn. The means of all
-    columns are then one matrix product.
-
     Raises:
         SkilltrainError: There are no values, or a value is not finite.
     """
+    _check_values(values)
+    sums, sizes = cluster_sums(values, clusters)  # [cluster, column], [cluster]
+    rng = np.random.default_rng(SEED)
+    means = np.empty((RESAMPLES, values.shape[1]))
+    step = max(1, _MAX_CELLS // len(sums))
+    for start in range(0, RESAMPLES, step):
+        num_resamples = min(step, RESAMPLES - start)
+        counts = _draw_clusters(rng, len(sums), num_resamples)  # [resample, cluster]
+        means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
+    return means
+
+
+def _check_values(values: Float[np.ndarray, "query column"]) -> None:
+    """Check that there are values, and that all are finite."""
     if not len(values):
         raise SkilltrainError("nothing-to-score", "no values: the mean of nothing is not defined")
     bad_positions = np.argwhere(~np.isfinite(values))
@@ -137,22 +150,13 @@ def resampled_means(
         where = f"value {bad_positions[0][0]}"
         raise SkilltrainError("not-a-number", "a value is not a finite number", where=where)
 
-    sums, sizes = cluster_sums(values, clusters)
-    num_clusters = len(sums)
-    rng = np.random.default_rng(SEED)
-    means = np.empty((RESAMPLES, values.shape[1]))
-    step = max(1, _MAX_CELLS // num_clusters)
-    for start in range(0, RESAMPLES, step):
-        num_resamples = min(step, RESAMPLES - start)
-        # Numbers of the drawn clusters: [resample, draw].
-        draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))
-        # One bincount counts all resamples. So add an offset to the draws of each resample: those
-        # of resample i become the numbers from i * num_clusters.
-        draws += np.arange(num_resamples)[:, None] * num_clusters
-        counts = np.bincount(draws.ravel(), minlength=num_resamples * num_clusters)
-        counts = counts.reshape(draws.shape)  # [resample, cluster]
-        means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
-    return means
+
+def _draw_clusters(rng: np.random.Generator, num_clusters: int, num_resamples: int) -> np.ndarray:
+    """Return how often each resample draws each cluster: [resample, cluster]."""
+    draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))  # [resample, draw]
+    draws += np.arange(num_resamples)[:, None] * num_clusters  # distinct numbers per resample
+    counts = np.bincount(draws.ravel(), minlength=draws.size)
+    return counts.reshape(draws.shape)
 
 
 def cluster_sums(
@@ -163,8 +167,7 @@ def cluster_sums(
     Clusters are in the order of their first queries.
 
     Args:
-        values: One row per query.
-        clusters: Cluster of each query. If it is None, each query is a cluster.
+        clusters: Cluster of each query. None: each query is a cluster.
     """
     if clusters is None or len(set(clusters)) == len(values):
         return values, np.ones(len(values))
@@ -189,34 +192,25 @@ def _intervals(
 def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     """Return Cohen's kappa of two judges, with an interval from resampled groups.
 
-    Verdicts on one request are not independent, so groups are drawn as a whole.
-
     Args:
-        groups: One list per request. It holds the verdicts of both judges on each skill.
+        groups: Verdicts of both judges on each skill, one list per request.
 
     Returns:
         The kappa over all pairs. `n` is the number of pairs.
-
-    Raises:
-        SkilltrainError: There are no verdicts.
     """
     pairs = [*chain.from_iterable(groups)]
     if not pairs:
         raise SkilltrainError("nothing-to-score", "no skill was judged twice")
     labels = sorted(set(chain.from_iterable(pairs)))
-
-    # Count the pairs of verdicts of each group.
     tables = np.zeros((len(groups), len(labels), len(labels)))  # [group, label, label]
     for number, group in enumerate(groups):
         for first, second in group:
             tables[number, labels.index(first), labels.index(second)] += 1
 
-    # Draw whole groups. A resample adds up the tables of the groups that it draws.
     rng = np.random.default_rng(SEED)
     num_draws = _draw_counts(rng, len(groups), _KAPPA_RESAMPLES)  # [resample, group]
     resampled_tables = np.tensordot(num_draws, tables, 1)  # [resample, label, label]
     low, high = np.quantile(cohens_kappa(resampled_tables), _QUANTILES)
-
     total_table = tables.sum(axis=0, keepdims=True)  # [1, label, label]
     kappa = cohens_kappa(total_table)[0]
     return Interval(float(kappa), float(low), float(high), len(pairs))

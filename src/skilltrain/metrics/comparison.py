@@ -1,4 +1,13 @@
-"""Scores of systems, and paired comparisons of two systems on the same queries."""
+"""Scores of systems, and paired comparisons of two systems on the same queries.
+
+Notes:
+    - Holm's correction is over all comparisons of a call, so request only those that you draw
+      conclusions from. A bootstrap p-value is at least .0002. With more than 250 comparisons, its
+      corrected value is therefore never below .05.
+    - The one-sided p-value of `sign_test` is the probability of at least as many differences with
+      the sign of the mean. The result is twice this value, and at most 1. It is 1 if the mean is
+      positive but most differences are negative, or the reverse.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -43,13 +52,12 @@ def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
         SkilltrainError: Two systems have the same name, or different queries.
     """
     first = results[0]
-    names: set[str] = set()
+    names = set()
     for system in results:
-        where = f"system {system.name}"
         if system.name in names:
             problem = "another system has the same name"
             fix = "give each system a name of its own"
-            raise SkilltrainError("repeated-name", problem, where=where, fix=fix)
+            raise SkilltrainError("repeated-name", problem, where=f"system {system.name}", fix=fix)
         names.add(system.name)
         different_ids = system.per_query.keys() ^ first.per_query.keys()
         if different_ids:
@@ -58,7 +66,7 @@ def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
                 f"({len(first.per_query)}), first '{min(different_ids)}'"
             )
             fix = "score all systems on the same queries"
-            raise SkilltrainError("not-comparable", problem, where=where, fix=fix)
+            raise SkilltrainError("not-comparable", problem, where=f"system {system.name}", fix=fix)
     return tuple(first.per_query)
 
 
@@ -95,7 +103,7 @@ def defined_queries(
 
     If only some systems have it, `values_of` raises the error.
     """
-    defined_ids: list[str] = []
+    defined_ids = []
     for query_id in query_ids:
         if any(measure in system.per_query[query_id] for system in results):
             defined_ids.append(query_id)
@@ -139,29 +147,20 @@ def compare(
     """Compare pairs of systems by each measure, over the queries that have a value of it.
 
     Args:
-        results: The systems, all of the same queries.
-        pairs: Names of baseline and system, to be compared by system − baseline.
-        measures: Measures to compare by. A measure without any value is left out.
+        pairs: Names of baseline and system.
 
     Returns:
-        The comparisons, pair by pair. Holm's correction is over all of them, so request only those
-        that you draw conclusions from. A bootstrap p-value is at least .0002. With more than 250
-        comparisons, its corrected value is therefore never below .05.
-
-    Raises:
-        SkilltrainError: The systems have different queries, or only some have a value for a query.
+        The comparisons, pair by pair, with Holm's correction over all of them.
     """
     all_queries = shared_query_ids(results)
     if not pairs:
         return ()
 
-    comparisons: list[Comparison] = []
+    comparisons = []
     for measure in measures:
         query_ids = defined_queries(results, all_queries, measure)
         if query_ids:
             comparisons += _compare_by(measure, results, pairs, query_ids)
-
-    # Sort by pair. Within a pair, the measures stay in order.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
     return with_holm(comparisons)
 
@@ -175,49 +174,38 @@ def _compare_by(
     """Compare pairs of systems by one measure, without Holm's correction.
 
     Args:
-        measure: Name of the measure.
-        results: The systems.
         pairs: Names of baseline and system.
         query_ids: Queries for which the measure has a value.
     """
-    clusters = results[0].clusters_of(query_ids)
-    values: dict[str, np.ndarray] = {}  # [query], by name of the system
-    for result in results:
-        values[result.name] = values_of(result, query_ids, [measure])[:, 0]
+    # [query], by system
+    values = {result.name: values_of(result, query_ids, [measure])[:, 0] for result in results}
     pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
     differences = np.stack(pair_differences, axis=1)  # [query, pair]
-    bootstrapped = paired_differences(differences, clusters)  # interval and p-value of each pair
-
+    clusters = results[0].clusters_of(query_ids)
+    bootstrapped = paired_differences(differences, clusters)
     sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
-    sums = np.round(sums, _DECIMALS)  # so that a rounding error counts as a tie
-    comparisons: list[Comparison] = []
+
+    comparisons = []
     for number, (baseline, system) in enumerate(pairs):
         interval, p = bootstrapped[number]
-        # Count the clusters in which the system is better or worse.
-        cluster_differences = sums[:, number]  # [cluster]
-        num_better = int((cluster_differences > 0).sum())
-        num_worse = int((cluster_differences < 0).sum())
-        # If few clusters differ, the p-value of the bootstrap is too small.
-        if num_better + num_worse <= MAX_EXACT:
-            p = sign_test(cluster_differences)
-        comparisons.append(
-            Comparison(
-                system=system,
-                baseline=baseline,
-                measure=measure,
-                difference=interval,
-                num_better=num_better,
-                num_worse=num_worse,
-                p=p,
-            )
-        )
+        comparison = Comparison(system, baseline, measure, interval, num_better=0, num_worse=0, p=p)
+        comparisons.append(_with_counts(comparison, sums[:, number]))
     return comparisons
+
+
+def _with_counts(comparison: Comparison, differences: Float[np.ndarray, " cluster"]) -> Comparison:
+    """Set the counts of a comparison and, if few clusters differ, the p-value of the sign test."""
+    rounded = np.round(differences, _DECIMALS)
+    num_better = int((rounded > 0).sum())
+    num_worse = int((rounded < 0).sum())
+    p = sign_test(rounded) if num_better + num_worse <= MAX_EXACT else comparison.p
+    return replace(comparison, num_better=num_better, num_worse=num_worse, p=p)
 
 
 def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
     """Set `p_holm` and `reading` of each comparison by Holm's correction over all of them."""
     adjusted = holm([comparison.p for comparison in comparisons])
-    results: list[Comparison] = []
+    results = []
     for comparison, p in zip(comparisons, adjusted, strict=True):
         verdict = "not told apart"
         if p < ALPHA:
@@ -229,18 +217,14 @@ def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
     """Return the two-sided p-value of the exact sign test.
 
-    Under the null hypothesis, a coin decides for each differing query which system is better. The
-    one-sided p-value is the probability of at least as many differences with the sign of the mean.
-    The result is twice this value, and at most 1. It is 1 if the mean is positive but most
-    differences are negative, or the reverse. For values of 0 and 1 this is McNemar's exact test.
+    For values of 0 and 1 this is McNemar's exact test.
 
     Args:
-        differences: Value of one system minus value of the other, for each query.
+        differences: Value of one system minus value of the other.
     """
     from scipy.stats import binomtest
 
-    # The sign of the mean: 1, 0 or -1. A sum such as 1e-17 is a rounding error and counts as 0.
-    direction = np.sign(np.round(differences.sum(), _DECIMALS))
+    direction = np.sign(np.round(differences.sum(), _DECIMALS))  # 1, 0 or -1
     signs = np.sign(differences)  # [query]
     num_differing = np.count_nonzero(signs)
     if direction == 0 or num_differing == 0:

@@ -1,4 +1,20 @@
-"""Mean scores by slice: over all queries, and over those that share a label, such as their kind."""
+"""Mean scores by slice: over all queries, and over those that share a label, such as their kind.
+
+A benchmark may give labels. Four labels are computed, of which the benchmark's own `direction` and
+`domain` have precedence:
+
+- `direction`: from the query's language to those of its gold skills, such as `zh2en`.
+- `domain`: the super-domains of the gold skills' categories (domains.yaml).
+- `query length`: terse or long, by words. A CJK character counts as a word.
+- `description length`: from `Q1`, the quarter of the tasks whose gold skills have the shortest
+  descriptions, to `Q4` (see `quartiles`). It is left out if the pool has no gold skill.
+
+Notes:
+    - Measures that are defined for the same queries share bootstrap draws.
+    - Slices of several labels often have the same queries, so their means are computed once.
+    - SkillRouter reports the gap by description length between a system that sees names and
+      descriptions, and a system that sees whole skills.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,6 +47,7 @@ QUERY_LENGTH = "query length"
 DESCRIPTION_LENGTH = "description length"
 _MAX_VALUES = 12  # a table by a label with more values, such as an id, would be too long to read
 _MAX_TERSE_WORDS = 20  # a terse query is as short as what people type into a prompt
+_HALF_RANK = 0.5  # rank r covers the stretch from r - 1 to r, and its middle decides the quarter
 # Values that are listed first, in this order. All others follow in alphabetical order.
 _VALUE_ORDER = ("single", "multi", "easy", "medium", "hard", "terse", "long")
 
@@ -61,7 +78,7 @@ class SliceMeans:
 
     def best(self, measure: str) -> frozenset[str]:
         """Return the systems with the highest mean, or none if all means are equal."""
-        means: dict[str, float] = {}  # by system
+        means = {}  # by system
         for system, mean_by_measure in self.means.items():
             if measure in mean_by_measure:
                 means[system] = mean_by_measure[measure].mean
@@ -82,27 +99,20 @@ def means_by_slice(
 ) -> tuple[SliceMeans, ...]:
     """Compute the means of each slice: the queries with the same value of a label.
 
-    The first slice holds all queries. Its label and value are `all`.
+    The first slice holds all queries.
 
     Args:
-        results: The systems, all of the same queries.
-        labels: Labels of each query, from `labels_of`.
-        measures: Names of the measures.
+        labels: Labels of each query.
         max_values: A label with more values has no slices.
-
-    Raises:
-        SkilltrainError: The systems have different queries, or a measure has a value for a query in
-            only some of the systems.
     """
     if not results or not labels or not measures:
         raise SkilltrainError(
             "nothing-to-score", "a report needs at least one system, one query and one measure"
         )
-    shared_query_ids(results)  # raises the error for different queries
+    shared_query_ids(results)  # checks the queries
 
-    # Means by query ids. Slices of several labels often have the same queries.
     means_by_queries = {}
-    slices: list[SliceMeans] = []
+    slices = []
     for label, queries_by_value in _queries_by_label(labels).items():
         if len(queries_by_value) > max_values:
             continue
@@ -138,27 +148,32 @@ def means_of(
 
     A mean is over the queries that have a value. Measures without any value are left out.
     """
-    # Measures that are defined for the same queries share bootstrap draws.
-    measures_by_queries: dict[tuple[str, ...], list[str]] = {}
-    for measure in measures:
-        defined_ids = defined_queries(results, query_ids, measure)
-        if defined_ids:
-            measures_by_queries.setdefault(defined_ids, []).append(measure)
-
     means = {result.name: {} for result in results}
+    measures_by_queries = _measures_by_queries(results, query_ids, measures)
     for defined_ids, group in measures_by_queries.items():
         values = [values_of(result, defined_ids, group) for result in results]
         clusters = results[0].clusters_of(defined_ids)
-        # One column per system and measure: [query, column].
-        column_means = intervals(np.concatenate(values, axis=1), clusters)
+        all_values = np.concatenate(values, axis=1)  # [query, column]
         columns = product(results, group)
-        for (result, measure), mean in zip(columns, column_means, strict=True):
+        for (result, measure), mean in zip(columns, intervals(all_values, clusters), strict=True):
             means[result.name][measure] = mean
 
-    # Put the measures in the order of `measures`.
+    # In the order of `measures`.
     for name, values in means.items():
         means[name] = {measure: values[measure] for measure in measures if measure in values}
     return means
+
+
+def _measures_by_queries(
+    results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
+) -> dict[tuple[str, ...], list[str]]:
+    """Group the measures by the queries for which they have a value."""
+    groups = {}
+    for measure in measures:
+        defined_ids = defined_queries(results, query_ids, measure)
+        if defined_ids:
+            groups.setdefault(defined_ids, []).append(measure)
+    return groups
 
 
 def description_length_gaps(
@@ -166,16 +181,10 @@ def description_length_gaps(
 ) -> tuple[Row, ...]:
     """Compare each system with the one before it, on each slice by description length.
 
-    SkillRouter reports the gap between a system that sees names and descriptions, and a system
-    that sees whole skills. Queries without a value of the measure are left out.
-
-    Args:
-        results: Systems in the order of the comparison.
-        slices: Slices by any label. Those by description length are used.
-        measure: Name of the measure.
+    Queries without a value of the measure are left out.
     """
     length_slices = [part for part in slices if part.label == DESCRIPTION_LENGTH]
-    rows: list[Row] = []
+    rows = []
     for baseline, system in pairwise(results):
         for part in length_slices:
             query_ids = defined_queries([baseline], part.query_ids, measure)
@@ -184,15 +193,8 @@ def description_length_gaps(
             baseline_values = values_of(baseline, query_ids, [measure])
             differences = values_of(system, query_ids, [measure]) - baseline_values
             (gap,) = intervals(differences, baseline.clusters_of(query_ids))
-            rows.append(
-                {
-                    "baseline": baseline.name,
-                    "system": system.name,
-                    "measure": measure,
-                    "value": part.value,
-                    "difference": gap,
-                }
-            )
+            row = {"baseline": baseline.name, "system": system.name, "measure": measure}
+            rows.append(row | {"value": part.value, "difference": gap})
     return tuple(rows)
 
 
@@ -205,25 +207,16 @@ def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
     """Return the labels of each query: those of the benchmark, and four computed ones.
 
-    - `direction`: from the query's language to those of its gold skills, such as `zh2en`.
-    - `domain`: the super-domains of the gold skills' categories (domains.yaml).
-    - `query length`: terse or long, by words. A CJK character counts as a word.
-    - `description length`: from `Q1`, the quarter of the tasks whose gold skills have the shortest
-      descriptions, to `Q4` (see `quartiles`). It is left out if the pool has no gold skill.
-
-    If the benchmark has a label `direction` or `domain`, its value is used.
-
     Args:
         tasks: Tasks of a benchmark.
         skills: Skills of the pool by id.
     """
-    # Gold skills, and mean length of their descriptions in words, by query id.
-    gold_skills: dict[str, list[Skill]] = {}
-    description_lengths: dict[str, float] = {}
+    gold_by_query = {}
+    description_lengths = {}  # mean number of words
     for task in tasks:
         query_id = task.query.query_id
         gold = [skills[skill_id] for skill_id in gold_in_pool(task.relevance, skills)]
-        gold_skills[query_id] = gold
+        gold_by_query[query_id] = gold
         if gold:
             description_lengths[query_id] = fmean(num_words(skill.description) for skill in gold)
     length_quarters = quartiles(description_lengths)
@@ -232,40 +225,36 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
     for task in tasks:
         query_id = task.query.query_id
         length_quarter = length_quarters.get(query_id, "")
-        all_labels = _labels_of_query(task, gold_skills[query_id], length_quarter)
+        all_labels = _labels_of_query(task, gold_by_query[query_id], length_quarter)
         labels[query_id] = {label: value for label, value in all_labels.items() if value}
     return labels
 
 
 def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> Labels:
-    """Return the labels of one query. A value may be empty.
-
-    A label `direction` or `domain` of the task replaces the computed label.
+    """Return the labels of one query. Labels of the task replace computed labels.
 
     Args:
-        task: The query and the labels that its benchmark gives.
         gold: Gold skills of the query that are in the pool.
-        length_quarter: Value of the label `description length`, such as `Q1, 4–11 words`.
+        length_quarter: Quarter by description length, such as `Q1, 4–11 words`.
     """
     text = task.query.text
     language = language_of(text)
     if not language and text.isascii():
         language = "en"
-    directions: set[str] = set()  # such as `en2zh`: an English query and a Chinese skill
-    domains: set[str] = set()
+    directions = set()
+    domains = set()
     for skill in gold:
         if language and skill.lang:
             directions.add(f"{language}2{skill.lang}")
         if skill.category in _domain_by_category():
             domains.add(_domain_by_category()[skill.category])
-    labels: dict[str, str | tuple[str, ...]] = {
+    return {
         "direction": tuple(sorted(directions)),
         "domain": tuple(sorted(domains)),
+        **task.labels,
+        QUERY_LENGTH: "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long",
+        DESCRIPTION_LENGTH: length_quarter,
     }
-    labels.update(task.labels)  # may replace both
-    labels[QUERY_LENGTH] = "terse" if len(words_of(text)) <= _MAX_TERSE_WORDS else "long"
-    labels[DESCRIPTION_LENGTH] = length_quarter
-    return labels
 
 
 @cache
@@ -284,28 +273,24 @@ def _domain_by_category() -> dict[str, str]:
 def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """Return the quarter of each query by length, such as `Q1, 4–11 words`, short queries first.
 
-    Queries of equal length share their mean rank, and so their quarter. Some quarters may be
-    empty then.
+    Queries of equal length share a quarter. Some quarters may be empty then.
 
     Args:
         lengths: Length of each query in words.
     """
     from scipy.stats import rankdata
 
-    # Ranks count from 1. Equal lengths have the mean of their ranks.
-    ranks = rankdata(list(lengths.values()))
-    queries_by_quarter: dict[int, list[str]] = {}
+    ranks = rankdata(list(lengths.values()))  # ties share their mean
+    queries_by_quarter = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
-        # A query of rank r covers the stretch from r - 1 to r. The middle decides the quarter.
-        middle = rank - 0.5
+        middle = rank - _HALF_RANK
         quarter = 1 + int(4 * middle // len(lengths))  # 1 to 4
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
     names = {}
     for quarter, query_ids in queries_by_quarter.items():
         quarter_lengths = [lengths[query_id] for query_id in query_ids]
-        shortest = min(quarter_lengths)
-        longest = max(quarter_lengths)
+        word_range = f"{min(quarter_lengths):.0f}–{max(quarter_lengths):.0f} words"
         for query_id in query_ids:
-            names[query_id] = f"Q{quarter}, {shortest:.0f}–{longest:.0f} words"
+            names[query_id] = f"Q{quarter}, {word_range}"
     return names
