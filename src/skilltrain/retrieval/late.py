@@ -154,9 +154,8 @@ class Late:
         """Score queries with skills, a block of queries at a time.
 
         Args:
-            queries: The queries.
             skill_ids_by_query: Candidates of each query.
-            first_ids: First skill with the text of each candidate. Only this skill is scored.
+            first_ids: For each candidate, the first skill with its text, which is scored.
 
         Returns:
             Score by skill id, for each query.
@@ -184,8 +183,8 @@ class Late:
         """Score a block of queries with skills.
 
         Args:
-            scores_by_query: Score by skill id of each query, to which scores are added.
-            vectors_by_query: Token vectors of each query in the block.
+            scores_by_query: Scores of each query by skill id. New scores are added.
+            vectors_by_query: Token vectors of each query.
             queries_by_skill: Positions of the queries to score with each skill.
         """
         skills = self._token_vectors(queries_by_skill)
@@ -209,7 +208,7 @@ class Late:
         Args:
             folder: Folder for the files.
             skills: Skills of the pool.
-            stored: Vectors of unchanged skills, which are copied.
+            stored: Vectors to copy.
             positions: Position of each skill in `stored`; -1 for a new or changed skill.
         """
         ranker = self.over({skill.skill_id: skill for skill in skills})
@@ -229,7 +228,6 @@ class Late:
         """Write the rows of skills' tokens, and return the number of rows of each skill.
 
         Args:
-            file: File to write to.
             skill_ids: Skills in the order of the file. An id may repeat.
             rows_by_id: Known rows. They are removed after use.
         """
