@@ -252,9 +252,7 @@ def is_stage(name: object) -> bool:
 
 def command_of(stage: str) -> str:
     """Return the command that runs a stage, such as `train`, `r3 rewrite` or `mine`."""
-    if stage not in STAGES:
-        return stage
-    path, _ = STAGES[stage]
+    path = BUILT_IN["stage"].get(stage, "")
     if path.startswith("skilltrain.training."):
         return "train"
     if path.startswith("skilltrain.papers."):

@@ -178,10 +178,10 @@ def _check_row_columns(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> No
     for position, row in enumerate(rows):
         unknown = row.keys() - names
         missing = required - row.keys()
-        if unknown or missing:
+        wrong_columns = unknown if unknown else missing
+        if wrong_columns:
             fault = "unknown" if unknown else "missing"
-            column = min(unknown) if unknown else min(missing)
-            problem = f"{fault} column {column!r} in a row for table {spec.name}"
+            problem = f"{fault} column {min(wrong_columns)!r} in a row for table {spec.name}"
             raise SkilltrainError("wrong-columns", problem, where=f"row {position}")
 
 

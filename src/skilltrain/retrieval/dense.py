@@ -175,9 +175,8 @@ class SkillEncoder:
             for batch_positions, batch in self._micro_batches(texts, max_tokens):
                 positions += batch_positions
                 vectors.append(self.model(batch))
-                num_tokens = sum(map(len, batch))
                 num_slots = self.model.num_slots(batch)
-                counts.update(texts=len(batch), tokens=num_tokens, slots=num_slots)
+                counts.update(texts=len(batch), tokens=sum(map(len, batch)), slots=num_slots)
 
                 now = time.monotonic()
                 speed = counts["tokens"] / max(1e-9, now - started)

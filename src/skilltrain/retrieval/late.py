@@ -26,7 +26,7 @@ from torch import Tensor
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.models.pooling import max_sim
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.dense import OpenConfig, open_encoder
 from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import Keep, RankerConfig
@@ -35,6 +35,7 @@ from skilltrain.terminal import track
 _MAX_QUERY_TOKENS = 2**18  # in memory at once; 400 MB of vectors with MiniLM
 _SKILLS_AT_ONCE = 512  # skills that are tokenised at once
 _SCALE_BYTES = 4  # size of the scale in each row
+TokenMatrix = Float[Tensor, "token dim"]
 
 
 @dataclass(frozen=True)
@@ -93,7 +94,7 @@ def _row_dtype(dim: int) -> np.dtype[Any]:
     return np.dtype([("scale", "<f4"), ("values", "i1", dim)])
 
 
-def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
+def _as_rows(vectors: TokenMatrix) -> np.ndarray:
     """Round token vectors to 8 bits. The largest value of a vector becomes 127."""
     values = vectors.float().cpu().numpy()
     rows = np.empty(len(values), _row_dtype(values.shape[1]))
@@ -131,30 +132,24 @@ class Late:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the `keep` best candidates of each query by MaxSim."""
         assert candidates is not None, "late interaction needs candidates"
-        skill_ids_by_query: list[list[str]] = []
-        for query in queries:
-            skill_ids_by_query.append([skill_id for skill_id, _ in candidates[query.query_id]])
-        first_ids = self._first_with_same_text(chain.from_iterable(skill_ids_by_query))
-        scores_by_query = self._score(queries, skill_ids_by_query, first_ids)
-
-        rankings = {}
-        for position, query in enumerate(queries):
-            scores = scores_by_query[position]
-            skill_ids = skill_ids_by_query[position]
-            ranking = [(skill_id, scores[first_ids[skill_id]]) for skill_id in skill_ids]
-            rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
-        return rankings
+        rankings = [candidates[query.query_id] for query in queries]
+        skill_ids = [skill_id for skill_id, _ in chain.from_iterable(rankings)]
+        first_ids = self._first_with_same_text(skill_ids)
+        scores_by_query = self._score(queries, rankings, first_ids)
+        new_rankings = {}
+        for query, ranking, scores in zip(queries, rankings, scores_by_query, strict=True):
+            rescored = [(skill_id, scores[first_ids[skill_id]]) for skill_id, _ in ranking]
+            new_rankings[query.query_id] = sorted(rescored, key=lambda pair: -pair[1])[:keep]
+        return new_rankings
 
     def _score(
-        self,
-        queries: Sequence[Query],
-        skill_ids_by_query: Sequence[Sequence[str]],
-        first_ids: Mapping[str, str],
+        self, queries: Sequence[Query], rankings: Sequence[Ranking], first_ids: Mapping[str, str]
     ) -> list[dict[str, float]]:
         """Score queries with skills, a block of queries at a time.
 
         Args:
-            skill_ids_by_query: Candidates of each query.
+            queries: The queries.
+            rankings: Candidates of each query.
             first_ids: For each candidate, the first skill with its text, which is scored.
 
         Returns:
@@ -165,7 +160,7 @@ class Late:
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
             queries_by_skill: dict[str, list[int]] = {}
             for position in block:
-                repeated_ids = [first_ids[skill_id] for skill_id in skill_ids_by_query[position]]
+                repeated_ids = [first_ids[skill_id] for skill_id, _ in rankings[position]]
                 for skill_id in dict.fromkeys(repeated_ids):
                     queries_by_skill.setdefault(skill_id, []).append(position)
             vectors_by_query: dict[int, Tensor] = {}
@@ -177,7 +172,7 @@ class Late:
     def _add_scores(
         self,
         scores_by_query: Sequence[dict[str, float]],
-        vectors_by_query: Mapping[int, Float[Tensor, "token dim"]],
+        vectors_by_query: Mapping[int, TokenMatrix],
         queries_by_skill: Mapping[str, Sequence[int]],
     ) -> None:
         """Score a block of queries with skills.
@@ -263,9 +258,7 @@ class Late:
     def _render(self, skill_id: str) -> str:
         return self.encoder.settings.template.render_skill(self.skills[skill_id])
 
-    def _token_vectors(
-        self, skill_ids: Iterable[str]
-    ) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
+    def _token_vectors(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, TokenMatrix]]:
         """Yield the id and the token vectors of each skill, stored ones or new ones."""
         if self.stored is not None:
             for skill_id in skill_ids:
@@ -282,9 +275,7 @@ class Late:
             for position, vectors in self._encode(token_ids):
                 yield block[position], vectors
 
-    def _encode(
-        self, texts: Sequence[TokenIds]
-    ) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
+    def _encode(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, TokenMatrix]]:
         """Yield (position in `texts`, token vectors) of each text."""
         for group in micro_batches([len(text) for text in texts], self.token_budget):
             batch = [texts[position] for position in group]

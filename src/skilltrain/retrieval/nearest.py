@@ -125,10 +125,17 @@ class ChunkVectors:
         return selected, np.take_along_axis(scores, order, axis=1)
 
     def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
-        """Return the `k` best skills by single-precision products."""
+        """Return the `k` best skills of each query by single-precision products."""
         has_one_chunk_each = len(self.vectors) == self.num_skills
         if has_one_chunk_each:
-            return _search_with_faiss(queries, np.ascontiguousarray(self.vectors, np.float32), k)
+            import faiss
+
+            skills = np.ascontiguousarray(self.vectors, np.float32)
+            metric = faiss.METRIC_INNER_PRODUCT
+            if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
+                resources = faiss.StandardGpuResources()
+                return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
+            return faiss.knn(queries, skills, k, metric=metric)[1]
         positions = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES_AT_ONCE):
             block = slice(start, start + _QUERIES_AT_ONCE)
@@ -136,17 +143,6 @@ class ChunkVectors:
             scores = pool_chunks(cosines, self.starts, self.pool)  # [query, skill]
             positions[block] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return positions
-
-
-def _search_with_faiss(queries: Vectors, skills: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
-    """Return the `k` nearest skills of each query, by a GPU if faiss can use one."""
-    import faiss
-
-    metric = faiss.METRIC_INNER_PRODUCT
-    if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
-        resources = faiss.StandardGpuResources()
-        return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
-    return faiss.knn(queries, skills, k, metric=metric)[1]
 
 
 def _concatenate_ranges(starts: Positions, lengths: Positions) -> Positions:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from skilltrain.config import InputPaths
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.tables import RANKINGS, read_table, table_from_rows, table_path
 from skilltrain.terminal import say
@@ -80,28 +80,24 @@ class SavedRankings:
         """
         rankings = {}
         for query in queries:
-            ranking = self._ranking(query.query_id)
+            query_id = query.query_id
+            ranking = self.rankings.get(query_id, [])
+            unknown_ids = [skill_id for skill_id, _ in ranking if skill_id not in self.pool]
+            if unknown_ids:
+                count = f"{len(unknown_ids)} of its {len(ranking)} ranked skills"
+                problem = f"{count} are not in the pool, first '{unknown_ids[0]}'"
+                where = f"{self.path}, query {query_id}"
+                raise SkilltrainError("unknown-skill", problem, where=where)
             if candidates is not None:
-                candidate_ids = {skill_id for skill_id, _ in candidates[query.query_id]}
+                candidate_ids = {skill_id for skill_id, _ in candidates[query_id]}
                 ranking = [pair for pair in ranking if pair[0] in candidate_ids]
-            rankings[query.query_id] = ranking[:keep]
+            rankings[query_id] = ranking[:keep]
 
         unranked = [query.query_id for query in queries if query.query_id not in self.rankings]
         if unranked:
             count = f"{len(unranked)} of {len(queries)} queries, first '{unranked[0]}'"
             say(f"warning: {self.path}: no ranking for {count}; they score 0")
         return rankings
-
-    def _ranking(self, query_id: str) -> Ranking:
-        """Return a saved ranking. Raises SkilltrainError if the pool lacks a skill of it."""
-        ranking = self.rankings.get(query_id, [])
-        unknown_ids = [skill_id for skill_id, _ in ranking if skill_id not in self.pool]
-        if unknown_ids:
-            count = f"{len(unknown_ids)} of its {len(ranking)} ranked skills"
-            problem = f"{count} are not in the pool, first '{unknown_ids[0]}'"
-            where = f"{self.path}, query {query_id}"
-            raise SkilltrainError("unknown-skill", problem, where=where)
-        return ranking
 
 
 def read_rankings(path: Path, stage: str | None) -> Rankings:

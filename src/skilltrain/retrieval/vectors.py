@@ -131,42 +131,32 @@ def cached_vectors(
     """Return the vector of each text, from the cache or from `encode`.
 
     Args:
-        texts: The texts. Equal texts are encoded once.
+        texts: Texts. Equal texts are encoded once.
         max_tokens: Tokens to keep of a text.
-        cache: Cache to read and to extend; None for no cache.
+        cache: Cache to read and to extend; None: no cache.
         encode: Encodes distinct texts.
     """
     all_keys = text_keys(texts, max_tokens)
     keys, first_positions, row_of_text = np.unique(all_keys, return_index=True, return_inverse=True)
-    distinct_texts = [texts[position] for position in first_positions.tolist()]
-    return _distinct_vectors(keys, distinct_texts, cache, encode)[row_of_text]
-
-
-def _distinct_vectors(
-    keys: np.ndarray,
-    texts: Sequence[str],
-    cache: VectorCache | None,
-    encode: Callable[[list[str]], EncodedTexts],
-) -> Vectors:
-    """Return the vectors of distinct texts, whose keys in a cache are `keys`."""
     is_cached = np.zeros(len(keys), dtype=bool)
-    vectors = np.empty((len(keys), 0), dtype=np.float32)  # [text, dim]
+    vectors = np.empty((len(keys), 0), dtype=np.float32)  # [distinct text, dim]
     if cache:
         is_cached, vectors = cache.read(keys)
     if is_cached.all():
-        return vectors
+        return vectors[row_of_text]
 
-    long_first = longest_first(texts)
+    distinct_texts = [texts[position] for position in first_positions.tolist()]
+    long_first = longest_first(distinct_texts)  # rows of `vectors`
     missing_rows = long_first[~is_cached[long_first]]
     if cache:
         cache.make()
-    for positions, encoded in encode([texts[row] for row in missing_rows.tolist()]):
+    for positions, encoded in encode([distinct_texts[row] for row in missing_rows.tolist()]):
         vectors = _with_dim(vectors, encoded.shape[1], cache)
         rows = missing_rows[positions]
         if cache:
             cache.add(keys[rows], encoded)
         vectors[rows] = encoded
-    return vectors
+    return vectors[row_of_text]
 
 
 def _with_dim(vectors: Vectors, dim: int, cache: VectorCache | None) -> Vectors:
