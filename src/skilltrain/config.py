@@ -113,7 +113,7 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the dict of a YAML map. Raises SkilltrainError if a key appears twice."""
-        keys: set[Any] = set()
+        keys = set()
         for key_node, _ in node.value:
             if key_node.tag == _MERGE_TAG:
                 continue
@@ -411,7 +411,7 @@ def _follow(
     Returns:
         Keys to the fault, and classes that its section may have.
     """
-    path: list[str] = []
+    path = []
     classes = [config_class]
     expected_tag = ""
     for key in location:
@@ -443,7 +443,7 @@ def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[Base
             this key: the section is a list then, and the key is a position in it.
         key: Name of a field, or position in a list.
     """
-    inner_sections: list[type[BaseModel]] = []
+    inner_sections = []
     for section in sections:
         if key in section.model_fields:
             inner_sections += sections_of(section.model_fields[key])
@@ -511,7 +511,7 @@ def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[Bas
     arguments = get_args(annotation)
     if origin is Annotated:
         return _sections_in(arguments[0], arguments[1:])
-    sections: list[type[BaseModel]] = []
+    sections = []
     if origin in (Union, UnionType, list, tuple, dict):
         for argument in arguments:
             sections += _sections_in(argument)

@@ -196,9 +196,8 @@ class Stage(Config):
             values[name] = shlex.quote(value) if isinstance(value, str) else value
         for name, value in summary.items():
             values[name] = _in_words(value)
-        values["near"] = shlex.quote(str(self.out.parent))
-        values["base"] = _BASE_ENCODER
-        values["quotas"] = _QUOTAS
+        folder_of_runs = shlex.quote(str(self.out.parent))
+        values.update(near=folder_of_runs, base=_BASE_ENCODER, quotas=_QUOTAS)
         return values
 
 
@@ -291,7 +290,7 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
     Args:
         stages: Names of the stages that a recipe may have.
     """
-    schemas: list[dict[str, Any]] = []
+    schemas = []
     definitions: dict[str, Any] = {}  # of all stages
     for stage in stages:
         schema = load_stage(stage).model_json_schema()
@@ -326,7 +325,7 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
 
     A faulty recipe is left out, and its fault is printed.
     """
-    recipes: list[ListedRecipe] = []
+    recipes = []
     for file in sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file)):
         try:
             facts = _facts_of_recipe(file)

@@ -156,7 +156,7 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
         rows: A DataFrame, or dicts or records.
         spec: Declaration of the table.
     """
-    mappings: list[Mapping[str, Any]] = []
+    mappings = []
     for row in rows_of(rows, f"table {spec.name}"):
         if isinstance(row, Mapping):
             mappings.append(row)
@@ -164,7 +164,7 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
             mappings.append({name: getattr(row, name) for name in spec.schema.names})
     _check_row_columns(mappings, spec)
 
-    columns: list[pa.Array] = []
+    columns = []
     for field in spec.schema:
         values = [row.get(field.name) for row in mappings]
         columns.append(_column(values, field, spec))

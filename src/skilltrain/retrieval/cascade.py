@@ -56,7 +56,7 @@ def system_of(rankers: Any) -> SystemConfig:
     if isinstance(rankers, str):
         rankers = parse_yaml(rankers, "rankers")
     items = rankers if isinstance(rankers, list | tuple) else [rankers]
-    configs: list[Any] = []
+    configs = []
     for item in items:
         if not isinstance(item, str | dict | RankerConfig):
             raise wrong_argument("rankers", "a list of rankers, each a dict or a name", item)
@@ -149,7 +149,7 @@ class Cascade:
             reason = "not timed, for it asks a server or reads rankings from a file"
             say(f"{system.name}{untimed}: {reason}")
 
-        stages: list[RankedStage] = []
+        stages = []
         candidates = None
         for number, ranker in enumerate(rankers, 1):
             name = f"{system.name}/{number} {ranker.kind}"
@@ -202,7 +202,7 @@ class Cascade:
             run: The run of the ranker for all queries together.
             num_timed: Number of queries to time.
         """
-        latencies: list[float] = []
+        latencies = []
         gpu_bytes = 0
         with without_bars():
             self._time_query(run, self.queries[0], f"{stage.name} 0")  # to warm up

@@ -13,7 +13,7 @@ Notes:
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -169,8 +169,8 @@ class SkillEncoder:
         """
         started = time.monotonic()
         last_yield = started
-        positions: list[int] = []
-        vectors: list[Tensor] = []
+        positions = []
+        vectors = []
         with progress(description, len(texts)) as show:
             for batch_positions, batch in self._micro_batches(texts, max_tokens):
                 positions += batch_positions
@@ -290,9 +290,9 @@ def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> G
         token_budget: Most padded tokens of a micro-batch.
         min_tokens: Fewest tokens of a micro-batch whose texts have the same length.
     """
-    positions_by_length: dict[int, list[int]] = {}
+    positions_by_length = defaultdict(list)
     for position, length in enumerate(lengths):
-        positions_by_length.setdefault(length, []).append(position)
+        positions_by_length[length].append(position)
 
     groups: Groups = []
     mixed: list[int] = []  # positions of other texts

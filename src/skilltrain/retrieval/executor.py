@@ -121,7 +121,7 @@ def _rank_legs(
         excluded_ids = ()
     is_fused = len(legs) > 1
     num_spare = 0 if is_fused else len(excluded_ids)
-    by_leg: list[Rankings] = []
+    by_leg = []
     for leg, top_k in zip(legs, config.leg_top_ks(candidates), strict=True):
         rankings = leg.rank(queries, candidates, top_k + num_spare)
         if excluded_ids:
@@ -134,7 +134,7 @@ def _keep_matching(
     ranking: Ranking, config: RankerConfig, leg_rankings: Sequence[Ranking]
 ) -> Ranking:
     """Return the skills of a ranking that match the query in at least one leg's ranking."""
-    matching_ids: set[str] = set()
+    matching_ids = set()
     for leg_config, leg_ranking in zip(config.legs, leg_rankings, strict=True):
         matching_ids.update(skill_id for skill_id, _ in leg_config.matches(leg_ranking))
     return [pair for pair in ranking if pair[0] in matching_ids]
@@ -145,7 +145,7 @@ def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig
 
     It becomes `depth`, or the largest `keep` of the later rankers if that is more.
     """
-    filled: list[RankerConfig] = []
+    filled = []
     num_needed = max(depth, 1)
     for ranker in reversed(rankers):
         keep = num_needed if ranker.keep is None else ranker.keep

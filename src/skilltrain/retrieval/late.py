@@ -9,7 +9,7 @@ Notes:
 """
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -158,12 +158,12 @@ class Late:
         scores_by_query: list[dict[str, float]] = [{} for _ in queries]
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
         for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
-            queries_by_skill: dict[str, list[int]] = {}
+            queries_by_skill = defaultdict(list)
             for position in block:
                 repeated_ids = [first_ids[skill_id] for skill_id, _ in rankings[position]]
                 for skill_id in dict.fromkeys(repeated_ids):
-                    queries_by_skill.setdefault(skill_id, []).append(position)
-            vectors_by_query: dict[int, Tensor] = {}
+                    queries_by_skill[skill_id].append(position)
+            vectors_by_query = {}
             for index, vectors in self._encode([token_ids[position] for position in block]):
                 vectors_by_query[block[index]] = vectors
             self._add_scores(scores_by_query, vectors_by_query, queries_by_skill)
@@ -208,7 +208,7 @@ class Late:
         """
         ranker = self.over({skill.skill_id: skill for skill in skills})
         first_ids = list(ranker._first_with_same_text(ranker.skills).values())
-        rows_by_id: dict[str, np.ndarray] = {}
+        rows_by_id = {}
         if stored is not None:
             for first_id, position in zip(first_ids, positions, strict=True):
                 if position >= 0:
@@ -226,7 +226,7 @@ class Late:
             skill_ids: Skills in the order of the file. An id may repeat.
             rows_by_id: Known rows. They are removed after use.
         """
-        counts: list[int] = []
+        counts = []
         num_uses = Counter(skill_ids)
         starts = range(0, len(skill_ids), _SKILLS_AT_ONCE)
         for start in track(starts, "encoding tokens", len(starts)):

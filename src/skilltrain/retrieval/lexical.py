@@ -149,22 +149,22 @@ class BM25Index:
         self.counts = postings.data
         self.texts = postings.indices.astype(np.int32)
         self.starts = postings.indptr.astype(np.int64)
-        self.weights = self._weigh_postings(counts.sum(axis=1), k1, b)
+        self.weights = self._weigh_postings(k1, b)
 
-    def _weigh_postings(self, lengths: Any, k1: float, b: float) -> Float32[np.ndarray, " posting"]:
+    def _weigh_postings(self, k1: float, b: float) -> Float32[np.ndarray, " posting"]:
         """Return what the term of each posting adds to the score of its text.
 
         Args:
-            lengths: Number of terms of each text.
             k1: BM25's k1.
             b: BM25's b.
         """
-        lengths = np.asarray(lengths, dtype=np.float64).ravel()  # [text]
+        num_texts = len(self.keys)
+        lengths = np.bincount(self.texts, weights=self.counts, minlength=num_texts)  # [text]
         saturation = k1 * (1 - b + b * lengths / lengths.mean())  # [text]
         frequencies = self.counts / (self.counts + saturation[self.texts])  # [posting]
 
         num_texts_with_term = np.diff(self.starts)  # [term]
-        idf = _idf(len(lengths), num_texts_with_term)  # [term]
+        idf = _idf(num_texts, num_texts_with_term)  # [term]
         posting_idf = np.repeat(idf, num_texts_with_term)  # [posting]
         return (posting_idf * frequencies).astype(np.float32)
 

@@ -128,7 +128,7 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
 
 def rankings_table(rankings_by_stage: Mapping[str, Rankings]) -> pa.Table:
     """Make a RANKINGS table. Ranks count from 1."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for stage, rankings in rankings_by_stage.items():
         for query_id, ranking in rankings.items():
             for rank, (skill_id, score) in enumerate(ranking, 1):

@@ -120,7 +120,7 @@ class Rerank:
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
 
-        pairs_by_query: list[QueryPairs] = []
+        pairs_by_query = []
         for query in track(queries, "tokenizing", len(queries)):
             skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
             pairs_by_query.append(self._pairs(query, skill_ids))

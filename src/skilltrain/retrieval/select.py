@@ -157,7 +157,7 @@ class Chooser:
         Queries with too few candidates are not asked about.
         """
         config = self.config
-        asks: list[Ask] = []
+        asks = []
         for query in queries:
             skills = [self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep]]
             if len(skills) >= config.min_candidates:

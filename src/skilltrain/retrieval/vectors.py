@@ -99,8 +99,8 @@ class VectorCache:
 
     def _merge(self, paths: Sequence[Path]) -> None:
         """Write the vectors of several files into one, and delete the files."""
-        keys: list[np.ndarray] = []
-        vectors: list[np.ndarray] = []
+        keys = []
+        vectors = []
         for path in paths:
             with np.load(path) as file:
                 keys.append(file["keys"])
@@ -145,7 +145,7 @@ def cached_vectors(
     if is_cached.all():
         return vectors[row_of_text]
 
-    distinct_texts = [texts[position] for position in first_positions.tolist()]
+    distinct_texts = [texts[int(position)] for position in first_positions]
     long_first = longest_first(distinct_texts)  # rows of `vectors`
     missing_rows = long_first[~is_cached[long_first]]
     if cache:
