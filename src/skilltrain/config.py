@@ -179,8 +179,8 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file as nested maps, and apply overrides.
 
     Args:
-        path: Recipe file. Its key `based_on` may name another recipe file, whose settings it
-            changes.
+        path: Recipe file. Its key `based_on` may name another file, relative to it, whose settings
+            it changes.
         overrides: Settings of the form `key=value`.
     """
     values = _read_recipe(path)
@@ -415,7 +415,7 @@ def _follow(
     classes = [config_class]
     expected_tag = ""
     for key in location:
-        is_tag = key == expected_tag  # it follows its section
+        is_tag = key == expected_tag  # of the last section
         expected_tag = ""
         if is_tag or not _holds(values, key):
             continue
@@ -464,8 +464,8 @@ def _chosen_sections(
         return [plugin]
     chosen = []
     for section_class in section_classes:
-        has_tag = [values.get(name) == tag for name, tag in tags_of(section_class).items()]
-        if all(has_tag):
+        tag_matches = [values.get(name) == tag for name, tag in tags_of(section_class).items()]
+        if all(tag_matches):
             chosen.append(section_class)
     return chosen if chosen else section_classes
 

@@ -208,7 +208,7 @@ class OneOf:
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return self._validate(plugin, value)
-        context["tag"] = name
+        context["tag"] = name  # unknown, or not allowed here
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
 
     def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:

@@ -186,7 +186,7 @@ class Stage(Config):
     def _values_of_lines(self, summary: Mapping[str, Any]) -> dict[str, Any]:
         """Return the values of `result` and `next_command`, from the settings and the summary."""
         settings = self.model_dump(mode="json")
-        settings.update(settings.get("data", {}))
+        settings.update(settings.get("data", {}))  # of a training recipe
         has_written_pool = (self.out / "skills.parquet").is_file()
         if has_written_pool:
             settings["pool"] = str(self.out)
@@ -277,6 +277,7 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
         allowed = ", ".join(plugin_paths("stage"))
         raise SkilltrainError(code, f"{problem}; allowed: {allowed}", where=where)
 
+    # Validate under the class's own name.
     stage_class = load_stage(str(name))
     accepted_names = get_args(stage_class.model_fields["stage"].annotation)
     if accepted_names:
@@ -357,6 +358,7 @@ def _facts_of_recipe(file: Path) -> list[str]:
 
 
 def _first_comment(file: Path) -> str:
+    """Return the first comment of a recipe, or an empty text."""
     for line in file.read_text(encoding="utf-8").splitlines():
         if line.startswith("#"):
             return line[1:].strip()

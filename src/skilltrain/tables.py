@@ -246,7 +246,8 @@ def _check_keys(table: pa.Table, spec: TableSpec, where: object) -> None:
         return
     groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])  # rows per key
     if groups.num_rows < table.num_rows:
-        repeated = groups.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
+        most_rows_first = groups.sort_by([("count_all", "descending")])
+        repeated = most_rows_first.slice(0, 1).to_pylist()[0]
         key = ", ".join(repr(repeated[name]) for name in spec.key)
         raise SkilltrainError(
             "repeated-id", f"table {spec.name} holds {key} more than once", where=where

@@ -213,7 +213,7 @@ class Cascade:
         return replace(stage, latencies=tuple(latencies), gpu_bytes=gpu_bytes)
 
     def _time_query(self, run: RankerRun, query: Query, new_id: str) -> tuple[float, int]:
-        """Run a ranker for one query under a new id.
+        """Run a ranker again for one query, under a new id.
 
         Returns:
             Seconds, and peak GPU memory in bytes; 0 if no GPU is used.
@@ -229,7 +229,8 @@ class Cascade:
         timed_run = run_ranker(run.config, [renamed], candidates, self.pool)
         peak = torch.cuda.max_memory_allocated()
         uses_gpu = peak > allocated
-        return timed_run.seconds, peak if uses_gpu else 0
+        gpu_bytes = peak if uses_gpu else 0
+        return timed_run.seconds, gpu_bytes
 
     def release_unneeded(self, later_systems: Iterable[SystemConfig]) -> None:
         """Free all models and vectors that no later system needs."""

@@ -165,7 +165,7 @@ class SkillEncoder:
             texts: Texts, long ones first.
             max_tokens: Tokens to keep.
             description: Label of the progress bar.
-            counts: Empty counter, to which `texts`, `tokens` and `slots` are added.
+            counts: Empty counter for `texts`, `tokens` and `slots` (with padding).
         """
         started = time.monotonic()
         last_yield = started
@@ -228,6 +228,8 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     key = repr(source.model_dump(include=set(OpenConfig.model_fields)))
     model, identity = opened.get(key, (None, ""))
     folder = source.cache if isinstance(source, EncoderSource) else None
+
+    # Only a cache needs an identity.
     lacks_identity = folder is not None and not identity
     if model is None or lacks_identity:
         model = load_encoder(source, default_device()).requires_grad_(False)
@@ -295,7 +297,7 @@ def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> G
         positions_by_length[length].append(position)
 
     groups: Groups = []
-    mixed: list[int] = []  # positions of other texts
+    mixed = []  # positions of other texts
     for length, positions in positions_by_length.items():
         size = max(1, token_budget // max(1, length))
         same_length = [positions[start : start + size] for start in range(0, len(positions), size)]

@@ -65,8 +65,8 @@ def run_rankers(
     """Run rankers one after the other, and return the rankings of the last.
 
     Args:
-        rankers: Settings with `keep`.
-        candidates: Rankings to order; None to rank the pool.
+        rankers: Settings, with `keep`.
+        candidates: Rankings to order; None to search the pool.
         observe: Called with each run.
         excluded_ids: Skills to leave out.
     """
@@ -85,12 +85,11 @@ def run_ranker(
     pool: OpenRankers,
     excluded_ids: Collection[str] = (),
 ) -> RankerRun:
-    """Run one ranker.
+    """Run one ranker. Its legs are the rankers that it fuses, or only itself.
 
     Args:
-        candidates: Rankings to order; None to rank the pool. Only skills of the pool that match a
-            query are returned.
-        excluded_ids: Skills to leave out.
+        candidates: Rankings to order; None to search the pool for skills that match.
+        excluded_ids: Skills to leave out of a search.
     """
     legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
     started = time.perf_counter()
@@ -119,6 +118,8 @@ def _rank_legs(
     """Return the rankings of each leg, without excluded skills if there are no candidates."""
     if candidates is not None:
         excluded_ids = ()
+
+    # Spare skills replace excluded ones.
     is_fused = len(legs) > 1
     num_spare = 0 if is_fused else len(excluded_ids)
     by_leg = []

@@ -148,24 +148,23 @@ class Late:
         """Score queries with skills, a block of queries at a time.
 
         Args:
-            queries: The queries.
             rankings: Candidates of each query.
-            first_ids: For each candidate, the first skill with its text, which is scored.
+            first_ids: The first skill with each candidate's text. Only this skill is scored.
 
         Returns:
             Score by skill id, for each query.
         """
         scores_by_query: list[dict[str, float]] = [{} for _ in queries]
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
-        for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
+        for positions in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
             queries_by_skill = defaultdict(list)
-            for position in block:
+            for position in positions:
                 repeated_ids = [first_ids[skill_id] for skill_id, _ in rankings[position]]
                 for skill_id in dict.fromkeys(repeated_ids):
                     queries_by_skill[skill_id].append(position)
             vectors_by_query = {}
-            for index, vectors in self._encode([token_ids[position] for position in block]):
-                vectors_by_query[block[index]] = vectors
+            for index, vectors in self._encode([token_ids[position] for position in positions]):
+                vectors_by_query[positions[index]] = vectors
             self._add_scores(scores_by_query, vectors_by_query, queries_by_skill)
         return scores_by_query
 
@@ -247,7 +246,7 @@ class Late:
 
     def _first_with_same_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
         """Return, for each skill, the first of the skills that have the same text."""
-        first_by_text: dict[str, str] = {}
+        first_by_text = {}
         first_ids = {}
         for skill_id in skill_ids:
             if skill_id not in first_ids:
@@ -259,7 +258,7 @@ class Late:
         return self.encoder.settings.template.render_skill(self.skills[skill_id])
 
     def _token_vectors(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, TokenMatrix]]:
-        """Yield the id and the token vectors of each skill, stored ones or new ones."""
+        """Yield the id and the token vectors of each skill. They are stored, or encoded now."""
         if self.stored is not None:
             for skill_id in skill_ids:
                 rows = self.stored.rows_of_skill(self._positions[skill_id])

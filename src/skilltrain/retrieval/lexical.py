@@ -259,8 +259,8 @@ class BM25Index:
             query: The query.
             position: Position of the text.
         """
-        word_by_term: dict[int, str] = {}
-        score_by_term: dict[int, float] = {}
+        word_by_term = {}
+        score_by_term = {}
         for word, term in self.vocabulary.numbered_words(query):
             start = int(self.starts[term])
             end = int(self.starts[term + 1])

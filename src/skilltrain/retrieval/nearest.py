@@ -100,18 +100,19 @@ class ChunkVectors:
         if k == 0:
             return positions, best_scores
 
-        unsure = np.arange(len(queries))  # rows of queries to search
+        rows = np.arange(len(queries))  # queries to search
         num_spare = _NUM_SPARE
-        while len(unsure):
+        while len(rows):
             width = min(k + num_spare, self.num_skills)
-            selected, scores = self._select(queries[unsure], width)  # [unsure query, width]
-            positions[unsure] = selected[:, :k]
-            best_scores[unsure] = scores[:, :k]
+            selected, scores = self._select(queries[rows], width)  # [row, width]
+            positions[rows] = selected[:, :k]
+            best_scores[rows] = scores[:, :k]
             if width == self.num_skills:
                 break
             worst_selected = scores[:, -1]
             kth_best = scores[:, k - 1]
-            unsure = unsure[worst_selected >= kth_best - _ROUNDING]
+            may_miss_one = worst_selected >= kth_best - _ROUNDING
+            rows = rows[may_miss_one]
             num_spare *= 4
         return positions, best_scores
 
@@ -173,9 +174,8 @@ def pool_chunks(
     """Return the score of each skill from the scores of its chunks.
 
     Args:
-        scores: Score of each chunk.
         starts: First chunk of each skill, and the number of chunks.
-        pool: `max`: the best chunk; `top2`: the mean of two.
+        pool: `max`: the best chunk; `top2`: the mean of the best two.
     """
     counts = np.diff(starts)
     if (counts == 1).all():

@@ -172,7 +172,6 @@ def reorder(
     """Sort the first `keep` skills of a ranking by score, and append the others in their order.
 
     Args:
-        ranking: Ranking of the previous ranker.
         keep: Number of skills to sort.
         scores: New scores by skill id.
         previous_weight: Weight of the previous score.

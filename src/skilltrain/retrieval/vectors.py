@@ -66,16 +66,16 @@ class VectorCache:
         for path in sorted(self.folder.glob("*.npz")):
             try:
                 with np.load(path) as file:
-                    positions = positions_in(keys, file["keys"])  # [row of the file]
+                    positions = positions_in(keys, file["keys"])  # [row]
                     needed_rows = np.flatnonzero(positions != -1)
-                    if not vectors.size:
+                    if not vectors.size:  # the first file
                         vectors = np.empty((len(keys), file["dim"]), dtype=np.float32)
                     if len(needed_rows):
                         needed_positions = positions[needed_rows]
                         vectors[needed_positions] = file["vectors"][needed_rows]
                         is_cached[needed_positions] = True
             except FileNotFoundError:
-                continue
+                continue  # another process merged it
             except _DAMAGED:
                 problem = "is damaged and not used (delete it); its texts are encoded again"
                 say(f"warning: {path} {problem}")
@@ -132,7 +132,7 @@ def cached_vectors(
 
     Args:
         texts: Texts. Equal texts are encoded once.
-        max_tokens: Tokens to keep of a text.
+        max_tokens: Tokens to keep.
         cache: Cache to read and to extend; None: no cache.
         encode: Encodes distinct texts.
     """
@@ -160,7 +160,7 @@ def cached_vectors(
 
 
 def _with_dim(vectors: Vectors, dim: int, cache: VectorCache | None) -> Vectors:
-    """Return empty vectors with length `dim`, and check the length of others."""
+    """Give vectors the length `dim` if they have none, or check their length."""
     if not vectors.shape[1]:
         return np.empty((len(vectors), dim), dtype=np.float32)
     if dim != vectors.shape[1]:
