@@ -1,4 +1,13 @@
-"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
+"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans.
+
+Notes:
+    - Held-out skills may be gold skills, but the planners cannot find them. The pool may hold some
+      of the held-out skills.
+    - The slices of a planner are those of the benchmark's labels, of the difficulty (by the number
+      of gold steps), of whether it planned too many steps, and of the gold skills' categories.
+    - In the rows of a planner's rounds, a task that stopped earlier counts with its last round.
+    - A plan has a note only if a model failed, and rules planned the task.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -239,7 +248,7 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
         The benchmark, all skills by id, and the skills that the planners can find.
 
     Raises:
-        SkilltrainError: A model is missing, or the benchmark has no steps, pool or gold skills.
+        SkilltrainError: The benchmark has no steps, no pool, or no gold skills.
     """
     check_systems([config.system])
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -247,22 +256,19 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     if not pool:
         problem = "plans need a pool to find skills in"
         raise SkilltrainError("missing-pool", problem, fix="give pool=…")
-    if not any(task.steps for task in benchmark.tasks):
+    all_steps = list(chain.from_iterable(task.steps for task in benchmark.tasks))
+    if not all_steps:
         problem = "its tasks have no steps"
         fix = "it needs plans.parquet"
         raise SkilltrainError("missing-table", problem, where=config.benchmark, fix=fix)
 
-    # Held-out skills may be gold skills, but the planners cannot find them.
     held_out = read_pool(config.held_out) if config.held_out else []
     skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
     benchmark = check_pool(benchmark, skills)
-    for task in benchmark.tasks:
-        for step in task.steps:
-            if step.skill_id and step.skill_id not in skills:
-                problem = f"skill '{step.skill_id}' of a step is not in the pool"
-                raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
-
-    # The pool may hold some of the held-out skills.
+    for step in all_steps:
+        if step.skill_id and step.skill_id not in skills:
+            problem = f"skill '{step.skill_id}' of a step is not in the pool"
+            raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
     held_out_ids = {skill.skill_id for skill in held_out}
     findable = [skill for skill in pool if skill.skill_id not in held_out_ids]
     return benchmark, skills, findable
@@ -282,26 +288,22 @@ def _results(
         find: Retrieves skills for texts.
         skills: Skills by id.
     """
-    # The oracle: skills retrieved for the texts of the gold steps.
     gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
-    oracle = find_each(find, gold_texts, NUM_CANDIDATES)  # for each task, a ranking for each step
-
-    # Length of each skill in tokens.
+    rankings_by_task = find_each(find, gold_texts, NUM_CANDIDATES)
+    oracle = [_without_scores(rankings) for rankings in rankings_by_task]
     tokens = {
         skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
         for skill_id, skill in skills.items()
     }
 
-    # Values of each task by planner.
     results = []
     for name, task_plans in plans.items():
-        values: dict[str, dict[str, float]] = {}
-        for task, plan, oracle_rankings in zip(tasks, task_plans, oracle, strict=True):
+        values = {}
+        for task, plan, oracle_ids in zip(tasks, task_plans, oracle, strict=True):
             retrieved = _without_scores(step.candidates for step in plan.steps)
             chosen = [step.skill_id for step in plan.steps]
-            oracle_ids = _without_scores(oracle_rankings)
             values[task.query.query_id] = plan_values(
                 task, retrieved, chosen, oracle_ids, skills, tokens
             )
@@ -320,11 +322,7 @@ def _without_scores(rankings: Iterable[Ranking]) -> list[list[str]]:
 def _labels(
     tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
 ) -> dict[str, Labels]:
-    """Return the labels of each task by query id, for slices.
-
-    They are those of the benchmark, the difficulty (by the number of gold steps), whether the
-    planner planned too many steps, and the categories of the gold skills.
-    """
+    """Return the labels of each task by query id, for slices of a planner's result."""
     labels = {}
     for task in tasks:
         query_id = task.query.query_id
@@ -350,28 +348,23 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
     """Summarise each round of a planner.
 
     Returns:
-        A row for each round: the number of tasks that reached it, and means over all tasks. A task
-        that stopped earlier counts with its last round.
+        A row for each round: the number of tasks that reached it, and means over all tasks.
     """
     rows = []
     max_rounds = max(len(plan.rounds) for plan in plans)
     for number in range(max_rounds):
-        # The round of each task, or its last round if it stopped earlier.
-        rounds = []
+        rounds = []  # of each task
         for plan in plans:
             last_number = len(plan.rounds) - 1
             rounds.append(plan.rounds[min(number, last_number)])
-
-        # Compare the number of steps with the gold steps.
         counts = [len(each.texts) for each in rounds]
         is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
-        # Similarity to the hints of the previous round. The first round has no previous round.
         jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
         row = {
             "round": number,
             "reached": sum(len(plan.rounds) > number for plan in plans),
             "steps": fmean(counts),
-            "DA": fmean(is_exact),  # decomposition accuracy
+            "DA": fmean(is_exact),
             "jaccard": fmean(jaccards) if jaccards else None,
         }
         rows.append(row)
@@ -389,7 +382,6 @@ def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
     """
     notes = []
     for name, task_plans in plans.items():
-        # A plan has a note only if a model failed, and rules planned the task.
         plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
         if plan_notes:
             share = f"{len(plan_notes)} of {len(task_plans)} tasks"
