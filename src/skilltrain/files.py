@@ -246,7 +246,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         SkilltrainError: A key appears twice. By default json keeps the last value silently.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for key, value in pairs:
         if key in values:
             raise SkilltrainError("repeated-key", f"'{key}' appears twice")

@@ -235,28 +235,21 @@ def input_paths(config: BaseModel) -> dict[str, Path]:
     """
     paths = {}
     for name, field in type(config).model_fields.items():
-        is_input_field = is_input(field)
-        for key, item in _items_by_key(name, getattr(config, name)).items():
+        value = getattr(config, name)
+        items = {name: value}
+        if isinstance(value, list | tuple | dict):
+            items = {f"{name}.{number}": item for number, item in enumerate(value)}
+        for key, item in items.items():
             if isinstance(item, BaseModel):
                 for inner_key, path in input_paths(item).items():
                     paths[f"{key}.{inner_key}"] = path
-            elif is_input_field and isinstance(item, Path):
+            elif is_input(field) and isinstance(item, Path):
                 paths[key] = item
-            elif is_input_field and isinstance(item, str):
+            elif is_input(field) and isinstance(item, str):
                 folder = Path(item).expanduser()
                 if folder.is_dir():
                     paths[key] = folder
     return paths
-
-
-def _items_by_key(name: str, value: Any) -> dict[str, Any]:
-    """Return the items of a list, or the keys of a map, as `name.0`, `name.1` and so on.
-
-    Any other value is the only item, with the key `name`.
-    """
-    if not isinstance(value, list | tuple | dict):
-        return {name: value}
-    return {f"{name}.{number}": item for number, item in enumerate(value)}
 
 
 def is_input(field: FieldInfo) -> bool:

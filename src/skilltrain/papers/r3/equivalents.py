@@ -65,7 +65,7 @@ class Equivalents(Stage):
         questions = _questions(self)
         outcome = ask(questions)
         judge = f"llm:{self.llm.model}"
-        equivalents: dict[tuple[str, str], Judgement] = {}  # by query id and skill id
+        equivalents = {}  # by query id and skill id
         for group, skills in outcome.values:
             query_id = group.query_id
             gold_id = group.skill_id

@@ -89,20 +89,20 @@ class PartOfGradient:
 def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
     """Measure the parts of a loss's gradient over the first batches of a training run.
 
-    Args:
-        config: Settings of the training run.
-        num_batches: Number of batches.
-
     Raises:
         SkilltrainError: The loss cannot be split by candidate, or no list holds a rejected skill.
     """
     _check_loss(config)
     data = load_data(config)
-    _check_rejections(data.lists)
+    verdicts = set(chain.from_iterable(each.verdicts for each in data.lists))
+    if Verdict.REJECTED not in verdicts:
+        problem = "no list holds a rejected skill"
+        fix = "make lists with quotas={judged: 4}, for example"
+        raise SkilltrainError("no-list", problem, where="data.lists", fix=fix)
+
     step = open_step(config, data, default_device()).eval()
     all_batches = chain.from_iterable(step_batches(step.data.lists, config.training))
     batches = list(islice(all_batches, num_batches))
-
     means = []
     for (location, name), batch_statistics in _statistics_by_part(step, batches).items():
         statistics = torch.cat(batch_statistics)  # [row, 5]
@@ -121,22 +121,12 @@ def _check_loss(config: Train) -> None:
         raise SkilltrainError("conflicting-settings", problem, where="loss", fix=fix)
 
 
-def _check_rejections(lists: Sequence[TrainingList]) -> None:
-    """Raise SkilltrainError if no list holds a rejected skill."""
-    for training_list in lists:
-        if Verdict.REJECTED in training_list.verdicts:
-            return
-    problem = "no list holds a rejected skill"
-    fix = "make lists with quotas={judged: 4}, for example"
-    raise SkilltrainError("no-list", problem, where="data.lists", fix=fix)
-
-
 def _statistics_by_part(
     step: Any, batches: Sequence[Sequence[TrainingList]]
 ) -> dict[Part, list[Statistics]]:
     """Measure each part of the gradient in each batch."""
     measure_batch = _encoder_statistics if isinstance(step, EncoderStep) else _reranker_statistics
-    statistics_by_part: dict[Part, list[Statistics]] = defaultdict(list)
+    statistics_by_part = defaultdict(list)
     for batch in track(batches, "taking gradients apart", len(batches)):
         for part, statistics in measure_batch(step, batch):
             statistics_by_part[part].append(statistics)

@@ -121,7 +121,7 @@ class Rejections(Stage):
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
-        earlier_requests: set[str] = set()
+        earlier_requests = set()
         read_answer = partial(read_request, earlier_requests, 2 * self.num_words)
         outcome = ask(_questions(self, self.llm, groups, read_answer))
         dropped += outcome.dropped
@@ -225,7 +225,7 @@ def _make_queries(
     config: Rejections, answers: Sequence[tuple[Group, JudgedRequest]], judge: str
 ) -> list[Query]:
     """Return the queries of the groups. The splits dev and train share no skill."""
-    skill_ids: dict[str, list[str]] = {}
+    skill_ids = {}
     for group, _ in answers:
         skill_ids[group.query_id] = [skill.skill_id for skill in group.skills]
     splits = split_groups(skill_ids, config.dev_share, config.seed)
@@ -377,7 +377,7 @@ def _judge_twice(
     judge = f"llm:{config.second_judge.model}"
     first_verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
     judgements = []
-    pairs_by_group: list[list[tuple[Verdict, Verdict]]] = []
+    pairs_by_group = []
     for group, answer in outcome.values:
         rows = _judgements(group, answer.verdicts, judge)
         judgements += rows

@@ -96,7 +96,7 @@ class Admit(Chooser):
         relevancy = self.ask_model(llm, queries, candidates, keep)
         admitted_ids = self._filter_by_specificity(llm, relevancy)
         max_admitted = self.config.most  # for each query
-        rankings: Rankings = {}
+        rankings = {}
         for query in queries:
             query_id = query.query_id
             ranking = candidates[query_id][:keep]

@@ -65,7 +65,7 @@ def read_trials(path: Path) -> list[Trial]:
     Raises:
         SkilltrainError: A row is no trial, a trial appears twice, or there is no trial.
     """
-    trials: dict[tuple[str, str, int], Trial] = {}
+    trials = {}
     for where, row in read_jsonl(path):
         trial = validate(Trial, row, where)
         key = (trial.condition, trial.task, trial.trial)
@@ -114,7 +114,7 @@ def agent_results(
         raise SkilltrainError("unknown-choice", f"there is no condition '{ceiling}'", fix=fix)
 
     tasks = shared_query_ids(results)
-    means: dict[str, Mapping[str, Interval]] = {}
+    means = {}
     for result in results:
         measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
         means |= means_of([result], tasks, list(measures))
@@ -166,7 +166,7 @@ def task_values(
         values[f"Pass^{k}"] = comb(num_passed, k) / comb(num_trials, k)
 
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
-    values_of_trials: dict[str, Sequence[float]] = {
+    values_of_trials = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],
         "skills": [len(skill_ids) for skill_ids in retrieved],

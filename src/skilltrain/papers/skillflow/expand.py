@@ -118,7 +118,7 @@ class Expand:
         if candidates is None:
             answers = {query_id: ranker_config.matches(answers[query_id]) for query_id in task_ids}
 
-        rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
+        rankings = {task.query_id: [] for task in queries}
         for query_id, task_id in task_ids.items():
             rankings[task_id].append(answers[query_id])
         return {

@@ -61,7 +61,7 @@ def provision(
                 problem = f"skill '{skill_id}' is not in the pool"
                 raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
 
-    files: dict[str, list[BundledFile] | None] = {}  # None: the skill is left out
+    files = {}  # None: the skill is left out
     for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):
         files[skill_id] = _bundled_files(skills[skill_id], flagged)
 

@@ -196,7 +196,7 @@ def structure_features(body: str) -> dict[str, float]:
     blocks = _MARKDOWN.parse(text)
     num_words = len(words_of(text))
     code = [block.content for block in blocks if block.type == "fence"]
-    num_tokens: Counter[str] = Counter()  # Markdown tokens by type
+    num_tokens = Counter()  # Markdown tokens by type
     for block in blocks:
         num_tokens[block.type] += 1
         num_tokens.update(token.type for token in block.children or ())

@@ -180,7 +180,7 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     skills = {gold.skill_id: gold for gold in benchmark.golds}
-    siblings_by_gold: dict[str, list[Skill]] = {}
+    siblings_by_gold = {}
     for task in benchmark.tasks:
         golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]
         for gold in golds:

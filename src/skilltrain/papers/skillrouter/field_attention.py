@@ -64,8 +64,8 @@ def field_attention(
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model_name)
 
-    shares: list[LayerShares] = []  # of each pair
-    token_shares: list[Float[np.ndarray, " field"]] = []
+    shares = []  # [layer, field] of each pair
+    token_shares = []  # [field] of each pair
     rows = []
     with _eager_attention(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):

@@ -223,6 +223,18 @@ def _step_lines(position: int, step: Step, flags: Mapping[str, Sequence[Flag]]) 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
     """Render a plan as JSON values. Steps are counted from 1."""
+    steps = []
+    for number, step in enumerate(plan.steps, 1):
+        candidates = [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]
+        row = {
+            "step": number,
+            "text": step.text,
+            "depends_on": _count_from_1(step.after),
+            "skill_id": step.skill_id,
+            "name": step.skill.name if step.skill else None,
+            "candidates": candidates,
+        }
+        steps.append(row)
     rounds = [
         {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
     ]
@@ -230,22 +242,9 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "task": plan.task.text,
         "made_by": plan.made_by,
         "notes": plan.notes,
-        "steps": [_step_json(number, step) for number, step in enumerate(plan.steps, 1)],
+        "steps": steps,
         "levels": [_count_from_1(level) for level in plan.levels],
         "rounds": rounds,
-    }
-
-
-def _step_json(number: int, step: Step) -> dict[str, Any]:
-    """Render a step as JSON values."""
-    candidates = [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]
-    return {
-        "step": number,
-        "text": step.text,
-        "depends_on": _count_from_1(step.after),
-        "skill_id": step.skill_id,
-        "name": step.skill.name if step.skill else None,
-        "candidates": candidates,
     }
 
 

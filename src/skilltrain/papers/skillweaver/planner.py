@@ -265,7 +265,7 @@ class Planner:
         Returns:
             A round for each task with a search, without tokens and cost.
         """
-        searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
+        searches = {task.query_id: [] for task in tasks}
         dropped = []
         requests = [Ask(task) for task in tasks]
         for _ in range(MAX_STEPS):

@@ -121,7 +121,7 @@ class Plans(Stage):
         for planner in self.planners:
             plans[planner.name] = Planner(planner, skills, find, golds).plan(benchmark.queries)
         results = _results(tasks, plans, find, skills)
-        slices: dict[str, tuple[SliceMeans, ...]] = {}
+        slices = {}
         for result in results:
             labels = _labels(tasks, result, skills)
             slices[result.name] = distinct_slices(
@@ -180,7 +180,7 @@ def _means_over_all_tasks(
     slices: Mapping[str, Sequence[SliceMeans]],
 ) -> dict[str, dict[str, float]]:
     """Return the rounded means by measure of each planner. Its first slice holds all tasks."""
-    means_by_planner: dict[str, dict[str, float]] = {}
+    means_by_planner = {}
     for planner, planner_slices in slices.items():
         means = planner_slices[0].means[planner]
         means_by_planner[planner] = {name: round(mean.mean, 4) for name, mean in means.items()}
