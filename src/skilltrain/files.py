@@ -103,7 +103,7 @@ def locked(folder: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        lock_file.unlink(missing_ok=True)
+        lock_file.unlink(missing_ok=True)  # while it is locked
         lock.release()
 
 
@@ -166,7 +166,7 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             staged.mkdir(parents=True)
             yield staged
             if is_empty_folder:
-                folder.rmdir()
+                folder.rmdir()  # Windows replaces no folder
             staged.rename(folder)
         except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)

@@ -120,7 +120,7 @@ def _run_on_ray(
 
     _start_ray(ray, num_cores)
 
-    def call(block: Any) -> Any:
+    def call(block: Any) -> Any:  # Ray accepts no partials
         return function(block)
 
     task: Any = ray.remote(call)

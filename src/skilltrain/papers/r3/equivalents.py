@@ -67,11 +67,9 @@ class Equivalents(Stage):
         judge = f"llm:{self.llm.model}"
         equivalents = {}  # by query id and skill id
         for group, skills in outcome.values:
-            query_id = group.query_id
-            gold_id = group.skill_id
             for skill in skills:
-                equivalents[query_id, skill.skill_id] = Judgement(
-                    query_id, skill.skill_id, Verdict.REQUIRED, judge, group=gold_id
+                equivalents[group.query_id, skill.skill_id] = Judgement(
+                    group.query_id, skill.skill_id, Verdict.REQUIRED, judge, group=group.skill_id
                 )
         judgements = [*read_table(self.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
         write_queries(select_queries(self.queries, None), judgements, outcome.dropped, out)
@@ -97,7 +95,10 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
 
 
 def _make_groups(config: Equivalents) -> list[Group]:
-    """Group each gold skill with the best-ranked skills that have no judgement for its query."""
+    """Group each gold skill with the best-ranked skills that have no judgement for its query.
+
+    A required skill is an equivalent of an earlier run, not gold, if its group is a judged skill.
+    """
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     ranked_ids = _ranked_ids(config.rankings)
     judgements = read_table(config.queries, JUDGEMENTS).to_pylist()

@@ -204,7 +204,7 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
 def _encode_batch(
     step: Any, batch: Sequence[TrainingList], skill_ids: Sequence[str]
 ) -> tuple[Vectors, Vectors]:
-    """Return the vectors of a batch's queries and of its skills, for a gradient of their own."""
+    """Encode the queries and the skills of a batch into vectors that collect gradients."""
     texts = [step.query_token_ids[each.query] for each in batch]
     texts += [step.skill_token_ids[skill_id] for skill_id in skill_ids]
     with torch.no_grad():
@@ -236,7 +236,7 @@ def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> Statistics
     """Measure the gradient of a reranker's loss at its scores for one batch, split by verdict.
 
     Yields:
-        Each part with its statistics.
+        Each verdict with its statistics.
     """
     pairs = PairsToScore([step.make_pairs(training_list) for training_list in batch])
     with torch.no_grad():
@@ -283,6 +283,7 @@ def score_statistics(
         norm = (sizes * mask).sum(1)  # [query]
         share = norm / totals  # [query]
         slope = (gradients * mask).sum(1) / mask.sum(1)  # [query]
+        # A score has one part.
         cosine = torch.ones_like(norm)  # [query]
         product = norm**2  # [query]
         statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [query, 5]
@@ -304,16 +305,16 @@ def vector_statistics(
         Each part, with a row of statistics for each vector.
     """
     rest = whole - sum(gradients.values())  # [row, dim]
-    turns = {part: _tangent(gradient, vectors) for part, gradient in gradients.items()}
-    turns[OTHER_DIRECTIONS] = _tangent(rest, vectors)  # [row, dim]
-    whole_turn = _tangent(whole, vectors)  # [row, dim]
-    norms = {part: turn.norm(dim=1) for part, turn in turns.items()}  # [row] each
+    tangents = {part: _tangent(gradient, vectors) for part, gradient in gradients.items()}
+    tangents[OTHER_DIRECTIONS] = _tangent(rest, vectors)  # [row, dim]
+    whole_tangent = _tangent(whole, vectors)  # [row, dim]
+    norms = {part: tangent.norm(dim=1) for part, tangent in tangents.items()}  # [row] each
     totals = torch.stack(list(norms.values())).sum(0)  # [row]
     max_error = _ROUNDING_ERROR * totals.max()
     for part, norm in norms.items():
         share = norm / totals  # [row]
-        product = (turns[part] * whole_turn).sum(1)  # [row]
-        cosine = product / (norm * whole_turn.norm(dim=1)).clamp(min=_TINY)  # [row]
+        product = (tangents[part] * whole_tangent).sum(1)  # [row]
+        cosine = product / (norm * whole_tangent.norm(dim=1)).clamp(min=_TINY)  # [row]
         slope = torch.zeros_like(norm)  # [row]
         statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [row, 5]
         has_gradient = norm > max_error  # [row]

@@ -132,13 +132,10 @@ class Rejections(Stage):
 
         judge = f"llm:{self.llm.model}"
         queries = _make_queries(self, outcome.values, judge)
+        requested = [replace(group, request=answer.request) for group, answer in outcome.values]
         judgements = []
-        requested = []  # groups with their requests
-        directions = []
         for group, answer in outcome.values:
             judgements += _judgements(group, answer.verdicts, judge)
-            requested.append(replace(group, request=answer.request))
-            directions.append(f"{group.lang}2{group.skills[0].lang}")
         second_summary = _judge_twice(self, requested, judgements, out)
         write_queries(queries, judgements, dropped, out)
         return {
@@ -146,7 +143,7 @@ class Rejections(Stage):
             "num_queries": len(queries),
             "num_refusals": sum(query.kind == "single" for query in queries),
             "num_dev": sum(query.split == "dev" for query in queries),
-            "by_direction": counted(directions),
+            "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
             "by_verdict": counted(row.verdict for row in judgements),
             "by_reason": counted(row.reason for row in judgements if row.reason),
             "dropped": counted(row.filter for row in dropped),
@@ -313,17 +310,13 @@ def read_request(
 
 
 def _verdicts_of_refusal(judged: JudgedRequest, group: Group) -> tuple[SkillVerdict, ...]:
-    """Return the verdicts of a refusal: the first skill is required, and all others are rejected.
-
-    The first skill of a group is its anchor. A rejection gets the reason of the refusal.
-    """
-    verdicts = [SkillVerdict(skill=1, verdict=Verdict.REQUIRED)]
-    for number in range(2, len(group.skills) + 1):
-        rejection = SkillVerdict(
-            skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
-        )
-        verdicts.append(rejection)
-    return tuple(verdicts)
+    """Return the verdicts of a refusal: the first skill is required, all others rejected."""
+    required = SkillVerdict(skill=1, verdict=Verdict.REQUIRED)
+    rejected = [
+        SkillVerdict(skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why)
+        for number in range(2, len(group.skills) + 1)
+    ]
+    return (required, *rejected)
 
 
 def read_verdicts(group: Group, answer: str) -> GroupVerdicts:
@@ -346,11 +339,11 @@ def _check_verdicts(verdicts: Sequence[SkillVerdict], group: Group) -> None:
 
 def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> list[Judgement]:
     """Return the rows of JUDGEMENTS of a group. Only rejections keep their reason."""
+    query_id = group.query_id
     rows = []
     for row in verdicts:
-        skill_id = group.skills[row.skill - 1].skill_id
+        skill_id = group.skills[row.skill - 1].skill_id  # row.skill counts from 1
         reason = row.reason if row.verdict is Verdict.REJECTED else None
-        query_id = group.query_id
         rows.append(Judgement(query_id, skill_id, row.verdict, judge, reason, row.why, query_id))
     return rows
 

@@ -95,7 +95,6 @@ class Admit(Chooser):
         llm = LLM(self.config.llm)
         relevancy = self.ask_model(llm, queries, candidates, keep)
         admitted_ids = self._filter_by_specificity(llm, relevancy)
-        max_admitted = self.config.most  # for each query
         rankings = {}
         for query in queries:
             query_id = query.query_id
@@ -103,7 +102,7 @@ class Admit(Chooser):
             if query_id in admitted_ids:
                 allowed_ids = admitted_ids[query_id]
                 ranking = [candidate for candidate in ranking if candidate[0] in allowed_ids]
-            rankings[query_id] = ranking[:max_admitted]
+            rankings[query_id] = ranking[: self.config.most]
         return rankings
 
     def _filter_by_specificity(

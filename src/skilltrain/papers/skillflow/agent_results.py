@@ -122,16 +122,15 @@ def agent_results(
     pairs = [(conditions[0], condition) for condition in conditions[1:]]
     comparisons = compare(results, pairs, [MAIN_MEASURE])
     pass_rates = {condition: row[MAIN_MEASURE].mean for condition, row in means.items()}
-    ceiling_rate = pass_rates[ceiling] if ceiling else 0.0
     shares_of_ceiling = {}
-    if ceiling_rate:
-        shares_of_ceiling = {name: rate / ceiling_rate for name, rate in pass_rates.items()}
+    if ceiling and pass_rates[ceiling]:
+        shares_of_ceiling = {name: rate / pass_rates[ceiling] for name, rate in pass_rates.items()}
     return AgentResults(means, comparisons, of_ceiling=shares_of_ceiling)
 
 
 def _results_by_task(trials: Sequence[Trial], gold: Mapping[str, Relevance]) -> list[SystemResult]:
     """Compute the measures of each task, in a result for each condition."""
-    trials_by_condition: dict[str, dict[str, list[Trial]]] = {}
+    trials_by_condition = {}
     for trial in trials:
         trials_by_task = trials_by_condition.setdefault(trial.condition, {})
         trials_by_task.setdefault(trial.task, []).append(trial)

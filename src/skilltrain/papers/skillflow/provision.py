@@ -47,7 +47,7 @@ def provision(
         pool: Pool that was ranked.
         top: Number of skills for each query.
         out: Folder to write.
-        flagged: Whether to write skills that screening flags.
+        flagged: `use` writes skills that the screening flags.
 
     Raises:
         SkilltrainError: The pool lacks a skill, or `out` exists and is no empty folder.

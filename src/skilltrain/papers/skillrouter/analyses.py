@@ -126,17 +126,18 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
         if not coverages:
             continue
         for agent, (rate_without, rate_with_gold) in rates_by_agent.items():
-            row = {
-                "system": system,
-                "agent": agent,
-                "without_skills": rate_without,
-                "with_gold": rate_with_gold,
-                "estimates": {
-                    name: _estimate(coverage, rate_without, rate_with_gold)
-                    for name, coverage in coverages.items()
-                },
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "system": system,
+                    "agent": agent,
+                    "without_skills": rate_without,
+                    "with_gold": rate_with_gold,
+                    "estimates": {
+                        name: _estimate(coverage, rate_without, rate_with_gold)
+                        for name, coverage in coverages.items()
+                    },
+                }
+            )
     return rows
 
 
@@ -177,16 +178,17 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     rows = []
     for column, name in enumerate(gold_features[0]):
         average = np.mean if name in _MENTIONS else np.median
-        row = {
-            "feature": name,
-            "gold": average(gold[:, column]),
-            "others": average(other[:, column]),
-            "p": p_values[column],
-            "effect": float(effects[column]),
-            "num_gold": len(gold),
-            "num_others": len(other),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "feature": name,
+                "gold": average(gold[:, column]),
+                "others": average(other[:, column]),
+                "p": p_values[column],
+                "effect": float(effects[column]),
+                "num_gold": len(gold),
+                "num_others": len(other),
+            }
+        )
     return rows
 
 

@@ -161,10 +161,8 @@ def _items(golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_each: int) -> l
     totals = Counter(strategies)
     items = []
     for gold, siblings in golds:
-        num_by_strategy = Counter()
-        for strategy in strategies:
-            num_by_strategy[strategy] += 1
-            number = num_by_strategy[strategy]
+        for position, strategy in enumerate(strategies):
+            number = position // len(STRATEGIES) + 1
             skill_id = f"distractor/{gold.skill_id}/{strategy}"
             if number > 1:
                 skill_id += f"-{number}"

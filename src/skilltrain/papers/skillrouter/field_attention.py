@@ -64,8 +64,8 @@ def field_attention(
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model_name)
 
-    shares = []  # [layer, field] of each pair
-    token_shares = []  # [field] of each pair
+    shares = []  # [layer, field] each
+    token_shares = []  # [field] each
     rows = []
     with _eager_attention(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
@@ -73,16 +73,19 @@ def field_attention(
             in_field = token_fields(reranker, skill)  # [token, field]
             num_tokens = len(in_field) - pair.num_cut
             in_field = in_field[:num_tokens]
-            shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
-            token_shares.append(in_field.sum(0) / in_field.sum())
-            row = {
-                "query_id": query.query_id,
-                "skill_id": skill.skill_id,
-                "overall": _by_field(shares[-1].mean(0)),
-                "tokens": _by_field(token_shares[-1]),
-                "num_cut": pair.num_cut,
-            }
-            rows.append(row)
+            pair_shares = _pair_shares(reranker, pair, in_field, model_name, skill.skill_id)
+            shares.append(pair_shares)
+            pair_tokens = in_field.sum(0) / in_field.sum()  # [field]
+            token_shares.append(pair_tokens)
+            rows.append(
+                {
+                    "query_id": query.query_id,
+                    "skill_id": skill.skill_id,
+                    "overall": _by_field(pair_shares.mean(0)),
+                    "tokens": _by_field(pair_tokens),
+                    "num_cut": pair.num_cut,
+                }
+            )
 
     means = _layer_means(np.mean(shares, axis=0))
     tokens = _by_field(np.mean(token_shares, axis=0))

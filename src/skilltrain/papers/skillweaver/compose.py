@@ -105,7 +105,7 @@ def compose(
     skills: Mapping[str, Skill],
     alpha: float,
 ) -> tuple[Step, ...]:
-    """Choose a skill for each step of a task. A step has no skill if no skill fits.
+    """Choose a skill for each step of a task. A step has no skill if all its scores are 0.
 
     Args:
         task: The whole task.
@@ -226,15 +226,16 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     steps = []
     for number, step in enumerate(plan.steps, 1):
         candidates = [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]
-        row = {
-            "step": number,
-            "text": step.text,
-            "depends_on": _count_from_1(step.after),
-            "skill_id": step.skill_id,
-            "name": step.skill.name if step.skill else None,
-            "candidates": candidates,
-        }
-        steps.append(row)
+        steps.append(
+            {
+                "step": number,
+                "text": step.text,
+                "depends_on": _count_from_1(step.after),
+                "skill_id": step.skill_id,
+                "name": step.skill.name if step.skill else None,
+                "candidates": candidates,
+            }
+        )
     rounds = [
         {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
     ]

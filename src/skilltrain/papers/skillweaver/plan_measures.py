@@ -168,13 +168,13 @@ def _recall(gold: Sequence[str], skills_by_step: SkillsByStep, k: int) -> float:
 def _category_recall(
     gold: Sequence[str], skills_by_step: SkillsByStep, k: int, categories: Mapping[str, str | None]
 ) -> float:
-    """Return `_recall` with any skill of the gold skill's category as a hit.
+    """Return the share of gold steps whose category is among the first `k` skills of the same step.
 
     Args:
         gold: Gold skill of each step.
         skills_by_step: Skills of each step.
         k: Number of skills of a step that count.
-        categories: Category by skill id; None for a skill without one, which never hits.
+        categories: Category by skill id. None never hits.
     """
     num_hits = 0
     for gold_id, skill_ids in zip(gold, skills_by_step, strict=False):

@@ -144,8 +144,8 @@ class Planner:
             Rounds by query id; reason by query id, for tasks that a model failed to plan.
         """
         decomposer = self.config.decomposer
-        rounds: RoundsByQuery = {}
-        failures: dict[str, str] = {}
+        rounds = {}
+        failures = {}
         if isinstance(decomposer, ModelConfig):
             rounds, failures = self._decompose_by_model(decomposer, tasks)
         for task in tasks:
@@ -210,7 +210,10 @@ class Planner:
         self._add_hints(remaining_tasks, rounds)
 
     def _add_hints(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
-        """Retrieve hints for the steps of each task's last round, and store them in that round."""
+        """Retrieve hints for the steps of each task's last round, and store them in that round.
+
+        The best skill of every step comes first, then the second best, and so on.
+        """
         max_hints = self.config.hints.count
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         retrieved = find_each(self.find, texts, max_hints)
@@ -240,7 +243,10 @@ class Planner:
         return requests
 
     def _requests_with_choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
-        """Return a request for each task, with the skills that the model may choose."""
+        """Return a request for each task, with the skills that the model may choose.
+
+        The skills are sorted by id, which hides the gold skills among them.
+        """
         requests = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
@@ -279,8 +285,8 @@ class Planner:
             for (request, search), ranking in zip(turns, rankings, strict=True):
                 searches[request.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
-                results = ("so far", f"search: {search}\n{lines}".strip())
-                titled_texts = (*request.titled_texts, results)
+                titled_results = ("so far", f"search: {search}\n{lines}".strip())
+                titled_texts = (*request.titled_texts, titled_results)
                 requests.append(replace(request, titled_texts=titled_texts))
 
         rounds = []

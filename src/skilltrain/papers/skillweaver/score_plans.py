@@ -193,13 +193,14 @@ def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[di
     for name, planner_slices in slices.items():
         rows[name] = []
         for item in planner_slices:
-            row = {
-                "label": item.label,
-                "value": item.value,
-                "n": len(item.query_ids),
-                "means": item.means[name],
-            }
-            rows[name].append(row)
+            rows[name].append(
+                {
+                    "label": item.label,
+                    "value": item.value,
+                    "n": len(item.query_ids),
+                    "means": item.means[name],
+                }
+            )
     return rows
 
 
@@ -288,6 +289,7 @@ def _results(
         find: Retrieves skills for texts.
         skills: Skills by id.
     """
+    # Retrieve for the gold steps.
     gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
@@ -360,14 +362,15 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
         counts = [len(each.texts) for each in rounds]
         is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
         jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
-        row = {
-            "round": number,
-            "reached": sum(len(plan.rounds) > number for plan in plans),
-            "steps": fmean(counts),
-            "DA": fmean(is_exact),
-            "jaccard": fmean(jaccards) if jaccards else None,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "round": number,
+                "reached": sum(len(plan.rounds) > number for plan in plans),
+                "steps": fmean(counts),
+                "DA": fmean(is_exact),
+                "jaccard": fmean(jaccards) if jaccards else None,
+            }
+        )
     return rows
 
 
