@@ -91,12 +91,9 @@ def locked(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise SkilltrainError(
-            "folder-in-use",
-            "another process is writing this folder",
-            where=folder,
-            fix="wait for it, or name another folder",
-        ) from error
+        problem = "another process is writing this folder"
+        fix = "wait for it, or name another folder"
+        raise SkilltrainError("folder-in-use", problem, where=folder, fix=fix) from error
     except (OSError, RecursionError) as error:
         raise _cannot_write(folder, error) from error
 
@@ -154,12 +151,9 @@ def staged_folder(folder: Path) -> Iterator[Path]:
     staged = staging_path(folder)
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty_folder:
-        raise SkilltrainError(
-            "output-exists",
-            "exists, and is no empty folder",
-            where=folder,
-            fix="name another, or delete it",
-        )
+        problem = "exists, and is no empty folder"
+        fix = "name another, or delete it"
+        raise SkilltrainError("output-exists", problem, where=folder, fix=fix)
     with locked(folder):
         try:
             shutil.rmtree(staged, ignore_errors=True)
@@ -365,10 +359,7 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         raise SkilltrainError("not-found", "no such file or folder", where=path)
     is_file = path.is_file()
-    files = [path]
-    if not is_file:
-        files = sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
-
+    files = [path] if is_file else sorted(filter(os.path.isfile, path.rglob("*")))
     digest = hashlib.sha256()
     for file in files:
         name = file.name if is_file else file.relative_to(path).as_posix()
@@ -378,9 +369,8 @@ def fingerprint(path: Path) -> str:
                 digest.update(hashlib.file_digest(source, "sha256").digest())
         except OSError as error:
             if is_file:
-                raise SkilltrainError(
-                    "unreadable-file", f"cannot be read: {error.strerror}", where=file
-                ) from error
+                problem = f"cannot be read: {error.strerror}"
+                raise SkilltrainError("unreadable-file", problem, where=file) from error
     return digest.hexdigest()
 
 

@@ -105,10 +105,9 @@ def _make_groups(config: Equivalents) -> list[Group]:
     group_ids = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
     groups = []
     for query, verdicts in select_judged(config.queries, None):
-        candidates = []
-        for skill_id in ranked_ids.get(query.query_id, ()):
-            if skill_id in skills and skill_id not in verdicts:
-                candidates.append(skills[skill_id])
+        ranked = ranked_ids.get(query.query_id, ())
+        unjudged = [skill_id for skill_id in ranked if skill_id not in verdicts]
+        candidates = [skills[skill_id] for skill_id in unjudged if skill_id in skills]
         candidates = candidates[: config.depth]
         if not candidates:
             continue
