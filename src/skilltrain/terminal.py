@@ -40,24 +40,24 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 120  # for tables in log files, which have no width of their own
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
+ShowProgress = Callable[[int, str], None]
+"""Function that shows the number of completed items and a note."""
 _SECONDS_BETWEEN_LINES = 30
 _SLOW_ITEM_SECONDS = 1  # work with such items may take minutes
 _MAX_LINE_CHARS = 2000  # the error of a library may quote a whole file
 
 
 @contextmanager
-def progress(
-    description: str, total: int | None, done: int = 0
-) -> Iterator[Callable[[int, str], None]]:
+def progress(description: str, total: int | None, done: int = 0) -> Iterator[ShowProgress]:
     """Show the progress of some work. Nothing is shown for a single item.
 
     Args:
         description: Label of the bar.
         total: Number of items. None: unknown.
-        done: Number of items completed before, for example by a run that is resumed.
+        done: Number of items completed before, for example by a resumed run.
 
     Yields:
-        A function to call with the number of completed items and a note.
+        A function that shows the number of completed items and a note.
     """
     if total == 1:
         yield lambda completed, note: None
@@ -69,10 +69,8 @@ def progress(
 
 
 @contextmanager
-def _progress_bar(
-    description: str, total: int | None, done: int
-) -> Iterator[Callable[[int, str], None]]:
-    """Show a progress bar, with a note below it. See `progress`."""
+def _progress_bar(description: str, total: int | None, done: int) -> Iterator[ShowProgress]:
+    """Show a progress bar in a terminal, with a note below it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -93,9 +91,7 @@ def _progress_bar(
         yield show
 
 
-def _plain_progress(
-    description: str, total: int | None, num_before: int
-) -> Callable[[int, str], None]:
+def _plain_progress(description: str, total: int | None, num_before: int) -> ShowProgress:
     """Return a function that prints the progress as a plain line, for a log file.
 
     Args:

@@ -136,8 +136,7 @@ def _statistics_by_part(
 def mean_of(location: str, part: str, statistics: Statistics) -> PartOfGradient:
     """Average the statistics of one part of the gradient over all queries or skills."""
     norm, share, cosine, product, slope = statistics.mean(0).tolist()
-    norms = statistics[:, 0]  # [row]
-    mean_square = float((norms**2).mean())
+    mean_square = float((statistics[:, 0] ** 2).mean())  # of the norm
     survival = product / mean_square if mean_square else 1.0
     return PartOfGradient(location, part, len(statistics), norm, share, cosine, survival, slope)
 
@@ -227,8 +226,7 @@ def _encoder_part_names(
     part_names = np.where(valid, IN_BATCH, "").tolist()
     for names, training_list in zip(part_names, batch, strict=True):
         for skill_id, verdict in zip(training_list.skill_ids, training_list.verdicts, strict=True):
-            column = skill_ids.index(skill_id)
-            names[column] = str(verdict)
+            names[skill_ids.index(skill_id)] = str(verdict)
     return part_names
 
 

@@ -41,6 +41,8 @@ from skilltrain.terminal import track
 
 FIELDS = FIELDS_SEEN["full"]
 LayerShares = Float[np.ndarray, "layer field"]
+FieldMask = Bool[np.ndarray, "token field"]
+"""Whether a token belongs to a field."""
 
 
 def field_attention(
@@ -95,7 +97,7 @@ def field_attention(
 def _pair_shares(
     reranker: Reranker,
     pair: PairIds,
-    in_field: Bool[np.ndarray, "token field"],
+    in_field: FieldMask,
     model_name: str,
     skill_id: str,
 ) -> LayerShares:
@@ -184,9 +186,7 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
 
 
 @contextmanager
-def _recorded_attention(
-    network: Any, position: int, num_tokens: int
-) -> Iterator[list[Float[np.ndarray, " token"]]]:
+def _recorded_attention(network: Any, position: int, num_tokens: int) -> Iterator[list[np.ndarray]]:
     """Record one row of each layer's attention while the network runs in the `with` block.
 
     Args:
@@ -194,7 +194,7 @@ def _recorded_attention(
         position: Token whose row is recorded.
         num_tokens: Number of tokens of the input.
     """
-    rows = []
+    rows = []  # [token] each
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
         """Store one row of attention weights, and remove the weights from a module's outputs."""
@@ -215,7 +215,7 @@ def _recorded_attention(
             hook.remove()
 
 
-def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
+def token_fields(reranker: Reranker, skill: Skill) -> FieldMask:
     """Return which field each token of a skill belongs to, as the reranker tokenises it.
 
     Returns:
@@ -242,7 +242,7 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
 
 def _token_in_field(
     char_in_field: Bool[np.ndarray, "character field"], spans: Sequence[tuple[int, int]]
-) -> Bool[np.ndarray, "token field"]:
+) -> FieldMask:
     """Return the field that most characters of each token belong to.
 
     Args:

@@ -44,6 +44,10 @@ from skilltrain.version import __version__
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _DIFFICULTIES = {0: "easy", 1: "easy", 2: "easy", 3: "medium"}  # by number of steps, else hard
 _MAX_SLICES = 50  # values of one label that get a slice
+PlansByPlanner = Mapping[str, Sequence[Plan]]
+"""Plans of all tasks by the name of the planner."""
+SlicesByPlanner = Mapping[str, Sequence[SliceMeans]]
+"""Slices of the tasks by the name of the planner. The first slice holds all tasks."""
 
 
 class Plans(Stage):
@@ -176,9 +180,7 @@ class Plans(Stage):
         return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
-def _means_over_all_tasks(
-    slices: Mapping[str, Sequence[SliceMeans]],
-) -> dict[str, dict[str, float]]:
+def _means_over_all_tasks(slices: SlicesByPlanner) -> dict[str, dict[str, float]]:
     """Return the rounded means by measure of each planner. Its first slice holds all tasks."""
     means_by_planner = {}
     for planner, planner_slices in slices.items():
@@ -187,7 +189,7 @@ def _means_over_all_tasks(
     return means_by_planner
 
 
-def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[dict[str, Any]]]:
+def _slice_rows(slices: SlicesByPlanner) -> dict[str, list[dict[str, Any]]]:
     """Return the slices of each planner as rows of metrics.json."""
     rows = {}
     for name, planner_slices in slices.items():
@@ -204,9 +206,7 @@ def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[di
     return rows
 
 
-def _write_rows(
-    results: Sequence[SystemResult], plans: Mapping[str, Sequence[Plan]], out: Path
-) -> None:
+def _write_rows(results: Sequence[SystemResult], plans: PlansByPlanner, out: Path) -> None:
     """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
     scores = []
     for result in results:
@@ -277,7 +277,7 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
 
 def _results(
     tasks: Sequence[Task],
-    plans: Mapping[str, Sequence[Plan]],
+    plans: PlansByPlanner,
     find: Find,
     skills: Mapping[str, Skill],
 ) -> list[SystemResult]:
@@ -374,11 +374,8 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
     return rows
 
 
-def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
+def _notes(plans: PlansByPlanner) -> list[str]:
     """Count the tasks that rules planned instead of a model, and the steps that no skill fits.
-
-    Args:
-        plans: Plans of all tasks by planner.
 
     Returns:
         Sentences for the report.
