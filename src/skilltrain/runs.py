@@ -11,6 +11,7 @@ Notes:
     - Other processes do not check that the settings of a finished run have not changed. The main
       process does.
     - A training run that fails before its first checkpoint leaves no folder behind.
+    - An unfinished run has no summary in its record.
     - The record is written before the recipe, because a folder without a record holds no run.
     - A run.json of another program counts as no record.
     - Of a run's output, checkpoints and provenance have no influence on the fingerprint.

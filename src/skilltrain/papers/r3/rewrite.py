@@ -1,6 +1,10 @@
 """Stage `rewrite`: rewrite queries as a person would type them, tersely, or as a paraphrase.
 
 R3's prompt is not public; this one is ours.
+
+Notes:
+    - The judgements of a query stay valid for its new text.
+    - A new text repeats neither an old query nor an earlier new text.
 """
 
 from dataclasses import replace

@@ -7,6 +7,7 @@ Notes:
     - A failed task is asked about again for one query, because that is easier (SkillFlow, A.2).
     - One `LLM` counts the tokens and the cost of both rounds of questions.
     - A search of the whole pool leaves out skills that do not match the query at all.
+    - `read_queries` reads one character more than allowed, so that a longer text is noticed.
     - With `join: mean`, a ranking that lacks a skill counts with its lowest score.
 """
 
