@@ -195,7 +195,7 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
     """Read the skills of each source, and cut long bodies to MAX_BODY_CHARS.
 
     Returns:
-        Skills of each source; a row of DROPPED for each dropped item and each cut body.
+        Skills of each source; a row of DROPPED for each item dropped or cut.
 
     Raises:
         SkilltrainError: A source cannot be read, or no skill is left.
@@ -387,7 +387,7 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
         root: Folder, as an absolute path without links.
 
     Returns:
-        SKILL.md files; shards; a row of DROPPED for each refused link or unreadable folder.
+        SKILL.md files; shards; rows of DROPPED for links and unreadable folders.
     """
     skill_files: list[Path] = []
     shards: list[Path] = []

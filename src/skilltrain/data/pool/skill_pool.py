@@ -166,14 +166,13 @@ def _count_found(
 
     Args:
         sources: Paths or names of the sources.
-        skills_by_source: Skills of each source that could be read.
-        dropped: Rows of DROPPED from the reading of all sources.
+        skills_by_source: Skills of each source.
+        dropped: Rows of DROPPED. With the filter CUT, the skill was read.
     """
-    # A row with the filter CUT reports a skill with a shortened body. It was read and kept.
     num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
     num_found: dict[str, int] = {}
     for source, skills in zip(sources, skills_by_source, strict=True):
-        source_in_rows = clean_text(str(source))  # the rows hold cleaned names of sources
+        source_in_rows = clean_text(str(source))
         num_found[str(source)] = len(skills) + num_unreadable[source_in_rows]
     return num_found
 
@@ -207,22 +206,18 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
             "wrong-pool", "no skill of the pool has a category", fix="set categories: taxonomy"
         )
 
-    # The vector of a category is that of its description, or the mean over its skills.
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
-        # A category is encoded like a skill without a body.
-        vectors = encoder.encode_skills(
-            [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy]
-        )
+        vectors = encoder.encode_skills([category.as_skill() for category in taxonomy])
     else:
         names, vectors = mean_vectors(
             encoder.encode_skills(categorised), [skill.category or "" for skill in categorised]
         )
 
     similarities = encoder.encode_skills(uncategorised) @ vectors.T  # [skill, category]
-    nearest = similarities.argmax(axis=1).tolist()  # the first of equally near categories
+    nearest = similarities.argmax(axis=1).tolist()  # the first of equals
     filled = {
         skill.skill_id: replace(skill, category=names[position])
         for skill, position in zip(uncategorised, nearest, strict=True)
@@ -238,6 +233,10 @@ class Category(Config):
 
     name: Line
     description: Line
+
+    def as_skill(self) -> Skill:
+        """Return a skill without a body, whose vector is the vector of the category."""
+        return Skill(self.name, self.name, self.description, "")
 
 
 class Taxonomy(Config):
