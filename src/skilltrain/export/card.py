@@ -165,7 +165,12 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         class_name = "MultiVectorEncoder"
     model_class = _MODEL_CLASSES[class_name]
 
-    results = [*_dev_results(record.summary)]
+    results = [
+        Result(
+            "development queries", "this model", uses_model=True, metric=metric, estimate=estimate
+        )
+        for metric, estimate in record.summary.get("dev", {}).items()
+    ]
     for report in published.reports:
         results += _report_results(report, record.run or Path())
 
@@ -190,14 +195,6 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         "quoted": repr,
     }
     return f"{ModelCard.from_template(data, str(_TEMPLATE), **variables)}\n"
-
-
-def _dev_results(summary: Mapping[str, Any]) -> Iterator[Result]:
-    """Yield the results on the development queries from the summary of a run."""
-    for metric, estimate in summary.get("dev", {}).items():
-        yield Result(
-            "development queries", "this model", uses_model=True, metric=metric, estimate=estimate
-        )
 
 
 def rename_model(card: Path, repo: str) -> None:

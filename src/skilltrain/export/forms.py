@@ -105,9 +105,9 @@ def _classifier_of(reranker: Reranker) -> Any:
     network.config.update({"num_labels": 1, "pad_token_id": pad_token_id})
     network.config.update({"use_sep_token": False, "use_pad_token": False})
     setattr(network, network.base_model_prefix, reranker.network.base_model)
-    row = reranker.score_vector().detach()  # [hidden], float32
+    row: Any = reranker.score_vector()  # [hidden], float32
     output_layer = heads(network)[0]
-    output_layer.weight = nn.Parameter(row[None].clone())  # [1, hidden]
+    output_layer.weight = nn.Parameter(row.detach()[None].clone())  # [1, hidden]
     return network
 
 

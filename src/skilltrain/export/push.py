@@ -83,8 +83,9 @@ def check_round_trip(folder: Path) -> None:
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
     limit = _MAX_DIFFERENCE_BFLOAT16 if is_half else _MAX_DIFFERENCE
     if not difference <= limit:  # also true for NaN
-        scores = f"they differ by {difference:.2g}"
-        problem = f"gives other scores in plain sentence-transformers: {scores}"
+        problem = (
+            f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
+        )
         fix = "nothing was sent; please report this"
         raise SkilltrainError("not-portable", problem, where=folder.name, fix=fix)
 
@@ -95,10 +96,8 @@ def _our_outputs(model: Encoder | Reranker, is_multi_vector: bool) -> list[Tenso
         return [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     outputs = []
     for ids in model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS):
-        [rows] = model.with_tokens([ids], num_tokens=len(ids))  # [1 + tokens, dim]
-        text_vector = rows[0]
-        token_vectors = rows[1:]
-        outputs.append(token_vectors if is_multi_vector else text_vector)
+        [vectors] = model.with_tokens([ids], num_tokens=len(ids))  # [text and tokens, dim]
+        outputs.append(vectors[1:] if is_multi_vector else vectors[0])
     return outputs
 
 

@@ -117,7 +117,7 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
         Numbers of requests, tokens and dollars, by their names in `--dry-run`.
     """
     llm = questions.llm
-    prompt_tokens: list[int] = []  # of each uncached request
+    prompt_tokens = []  # of each uncached request
     for item in questions.items:
         request = questions.request(item)
         if llm.recall(request) is None:

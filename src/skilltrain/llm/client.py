@@ -164,22 +164,26 @@ class LLM:
         try:
             answer = self._ask(request)
         except ServerError as error:
-            with self._failures_lock:
-                self._num_failures += 1
-                num_failures = self._num_failures
-            if num_failures < _MAX_FAILURES:
-                raise
+            self._count_failure(error)
+            raise
+        with self._failures_lock:
+            self._num_failures = 0
+        self.budget.count(answer.usage)
+        self._cache.put(request.key(self._parameters), answer)
+        return answer
+
+    def _count_failure(self, error: ServerError) -> None:
+        """Count a failed request. Raise SkilltrainError if too many failed in a row."""
+        with self._failures_lock:
+            self._num_failures += 1
+            num_failures = self._num_failures
+        if num_failures >= _MAX_FAILURES:
             raise SkilltrainError(
                 "server-failing",
                 f"{num_failures} requests in a row failed, the last with: {error.reason}",
                 where=self.config.base_url,
                 fix="answers so far are cached; run again later",
             ) from None
-        with self._failures_lock:
-            self._num_failures = 0
-        self.budget.count(answer.usage)
-        self._cache.put(request.key(self._parameters), answer)
-        return answer
 
     def _ask(self, request: Request) -> Completion:
         """Send a request, and return the answer without the API key."""
@@ -212,10 +216,8 @@ def in_threads(
 
     def run(item: ItemT) -> list[ReplyT]:
         """Return the result in a list, or an empty list after an error."""
-        if errors:
-            return []
         try:
-            return [work(item)]
+            return [] if errors else [work(item)]
         except Exception as error:
             errors.append(error)
             return []

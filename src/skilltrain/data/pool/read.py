@@ -82,22 +82,18 @@ def read_pool(source: Any) -> list[Skill]:
         return _skills_of_rows(rows_of(source, "skills"))
     if _is_table(source):
         return [*chain.from_iterable(read_by_source(Path(source)).values())]
+
     sources, dropped = read_sources([source])
     (skills,), copies = merge_sources(sources, drop_duplicates=False)
-    _say_what_is_left_out(source, len(skills), dropped + copies)
-    return skills
-
-
-def _say_what_is_left_out(source: Path | str, num_skills: int, dropped: Sequence[Dropped]) -> None:
-    """Print how many skills of a source are left out, and why. Cut skills are not left out."""
-    num_by_filter = counted(row.filter for row in dropped if row.filter != CUT)
+    num_by_filter = counted(row.filter for row in dropped + copies if row.filter != CUT)
     if num_by_filter:
         num_dropped = sum(num_by_filter.values())
         reasons = ", ".join(f"{name} {count}" for name, count in num_by_filter.items())
         say(
-            f"{source}: {num_dropped} of {num_skills + num_dropped} left out ({reasons}); "
+            f"{source}: {num_dropped} of {len(skills) + num_dropped} left out ({reasons}); "
             f"`skilltrain pool sources={source}` lists them"
         )
+    return skills
 
 
 def _is_table(path: Path | str) -> bool:
@@ -119,7 +115,7 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
         num_skills_by_source = {str(pool.resolve()): len(skills)}
 
     remaining = iter(skills)
-    skills_by_source: dict[Path, list[Skill]] = {}
+    skills_by_source = {}
     for source, num_skills in num_skills_by_source.items():
         root = Path(source)
         source_skills = islice(remaining, num_skills)
@@ -200,8 +196,8 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
     Raises:
         SkilltrainError: A source cannot be read, or no skill is left.
     """
-    skills_by_source: list[list[Skill]] = []
-    all_dropped: list[Dropped] = []
+    skills_by_source = []
+    all_dropped = []
     for source in sources:
         skills, dropped = _read_and_cut(source)
         skills_by_source.append(skills)
@@ -218,8 +214,8 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
 
 def _read_and_cut(source: Path | str) -> tuple[list[Skill], list[Dropped]]:
     """Read one source, and cut long bodies to MAX_BODY_CHARS; see `read_sources`."""
-    skills: list[Skill] = []
-    dropped: list[Dropped] = []
+    skills = []
+    dropped = []
     for item in track(read_source(source), "reading skills", None):
         if isinstance(item, Dropped):
             dropped.append(item)
@@ -267,8 +263,8 @@ def merge_sources(
     identities: set[tuple[str, bytes]] = set()
     taken_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
     numbers = Counter[str]()
-    merged: list[list[Skill]] = []
-    dropped: list[Dropped] = []
+    merged = []
+    dropped = []
     for skills in sources:
         merged.append([])
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
@@ -347,7 +343,10 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         return
 
     skill_files, shards, unreadable = _walk(root)
-    separate_shards = _shards_outside_skills(shards, skill_files, root)
+    skill_folders = {file.parent for file in skill_files} - {root}
+    separate_shards = [
+        file for file in shards if file != table and skill_folders.isdisjoint(file.parents)
+    ]
     if table.is_file():
         yield from _read_parquet(table)
         _say_what_is_not_read(skill_files + separate_shards, root)
@@ -361,13 +360,6 @@ def _read_folder(root: Path) -> SkillsOrDropped:
     else:
         problem = "holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file"
         raise SkilltrainError("no-skill-file", problem, where=root)
-
-
-def _shards_outside_skills(shards: list[Path], skill_files: list[Path], root: Path) -> list[Path]:
-    """Return the shards that are not in the folder of a skill below `root`, without the table."""
-    table = table_path(root, SKILLS)
-    skill_folders = {file.parent for file in skill_files} - {root}
-    return [file for file in shards if file != table and skill_folders.isdisjoint(file.parents)]
 
 
 def _say_what_is_not_read(files: list[Path], root: Path) -> None:
@@ -389,9 +381,9 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
     Returns:
         SKILL.md files; shards; rows of DROPPED for links and unreadable folders.
     """
-    skill_files: list[Path] = []
-    shards: list[Path] = []
-    refused: list[Dropped] = []
+    skill_files = []
+    shards = []
+    refused = []
     errors: list[OSError] = []
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
         for path in sorted(Path(folder, name) for name in folder_names + file_names):
@@ -453,14 +445,9 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     if not (skill.body or skill.description):
         reason = "the skill has neither description nor body"
         return dropped_skill(skill_id, "empty_body", reason)
-    return replace(skill, files=_bundled_names(path.parent), root=root)
-
-
-def _bundled_names(folder: Path) -> tuple[str, ...]:
-    """Return the paths of the files beside a SKILL.md, relative to its folder."""
-    files = filter(_is_plain_file, bundled_paths(folder))
-    names = (_relative_path(file, folder) for file in files)
-    return tuple(islice(names, MAX_FILES))
+    files = islice(filter(_is_plain_file, bundled_paths(path.parent)), MAX_FILES)
+    file_names = tuple(_relative_path(file, path.parent) for file in files)
+    return replace(skill, files=file_names, root=root)
 
 
 def _is_plain_file(path: Path) -> bool:

@@ -60,7 +60,8 @@ _HEADING = re.compile(r"\n[ \t]*\n#+ ")  # of Markdown, after an empty line
 _KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
 # Starts of lines in Markdown that are no prose
 _NO_PROSE = ("#", "<", "|", "---", "===", "![", "[![")
-_FIELDS = ("name", "description", "category", "lang", "license", "metadata")
+_TEXT_FIELDS = ("name", "description", "category", "lang", "license")
+_FIELDS = (*_TEXT_FIELDS, "metadata")
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
 # Values of a key whose value is on the next lines.
 _BLOCK_MARKS = ("", "|", ">", "|-", ">-", "|+", ">+")
@@ -80,10 +81,7 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
     """
     fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
-    texts = {
-        key: one_line(as_text(fields.get(key)))
-        for key in ("name", "description", "category", "lang", "license")
-    }
+    texts = {key: one_line(as_text(fields.get(key))) for key in _TEXT_FIELDS}
     lang = texts["lang"].lower()[:2]  # en-US becomes en
     return Skill(
         skill_id,
@@ -220,7 +218,7 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
         is_git_folder = names_below == (".git",)
         in_hidden_folder = any(name.startswith(".") for name in names_below)
 
-        walked: list[str] = []
+        walked = []
         for name in sorted(folder_names):
             if name.startswith(".") and not hidden:
                 continue
@@ -249,7 +247,7 @@ def as_text(value: Any) -> str:
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
-        texts: list[str] = []
+        texts = []
         for item in value[:MAX_ITEMS]:
             if isinstance(item, str):
                 texts.append(as_text(item[:MAX_HEADER_CHARS]))
@@ -320,7 +318,6 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
             lines_by_key[key] = [match[2].strip()]
         elif key and line.strip():
             lines_by_key[key].append(line.strip())
-
     fields: dict[str, Any] = {key: _join(values) for key, values in lines_by_key.items()}
     if "metadata" in lines_by_key:
         matches = (_KEY.match(line) for line in lines_by_key["metadata"])

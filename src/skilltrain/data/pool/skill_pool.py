@@ -170,7 +170,7 @@ def _count_found(
         dropped: Rows of DROPPED. With the filter CUT, the skill was read.
     """
     num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
-    num_found: dict[str, int] = {}
+    num_found = {}
     for source, skills in zip(sources, skills_by_source, strict=True):
         source_in_rows = clean_text(str(source))
         num_found[str(source)] = len(skills) + num_unreadable[source_in_rows]
@@ -210,7 +210,9 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
-        vectors = encoder.encode_skills([category.as_skill() for category in taxonomy])
+        vectors = encoder.encode_skills(
+            [Skill(entry.name, entry.name, entry.description, body="") for entry in taxonomy]
+        )
     else:
         names, vectors = mean_vectors(
             encoder.encode_skills(categorised), [skill.category or "" for skill in categorised]
@@ -233,10 +235,6 @@ class Category(Config):
 
     name: Line
     description: Line
-
-    def as_skill(self) -> Skill:
-        """Return a skill without a body, whose vector is the vector of the category."""
-        return Skill(self.name, self.name, self.description, "")
 
 
 class Taxonomy(Config):

@@ -61,7 +61,7 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
 
 def _apply_rule(rule: Rule, text: NormalizedText) -> Iterator[Flag]:
     """Yield flags for a rule's first `MAX_FLAGS` findings in a text, without overlaps."""
-    spans: set[tuple[int, int]] = set()
+    spans = set()
     for check in rule.checks_for(text.kind):
         spans.update(islice(check.find_spans(text), 10 * MAX_FLAGS))
 
@@ -121,7 +121,7 @@ def read_flags(pool_path: Path) -> dict[str, list[Flag]] | None:
     file = table_path(pool_path, SKILLS).with_name(f"{FLAGS.name}.parquet")
     if not file.is_file():
         return None
-    flags_by_skill: dict[str, list[Flag]] = {}
+    flags_by_skill = {}
     for row in read_table(file, FLAGS).to_pylist():
         skill_id = row.pop("skill_id")
         flags_by_skill.setdefault(skill_id, []).append(Flag(**row))

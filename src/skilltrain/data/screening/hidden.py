@@ -28,7 +28,7 @@ _MIN_REPEATS = 8
 _MIN_REPEATED_SHARE = 0.5  # share of the description's words that are the same word
 
 _VARIATION_SELECTORS = "\ufe00-\ufe0f\U000e0100-\U000e01ef"
-_TWO_SELECTORS = re.compile(f"[{_VARIATION_SELECTORS}]{{2}}")
+
 _INVISIBLE_RUN = re.compile(
     f"(?P<override>[{OVERRIDES}]+)"
     f"|(?P<direction>[{DIRECTIONS}]+)"
@@ -83,8 +83,6 @@ def find_hidden_characters(text: NormalizedText) -> Spans:
     original = text.original
     if original.isascii():
         return
-    if text.offsets is None and not _TWO_SELECTORS.search(original):
-        return  # no character was removed
     for run in _INVISIBLE_RUN.finditer(original):
         if not (_is_explained(original, run) or _is_legitimate(original, run)):
             yield run.span()

@@ -131,8 +131,7 @@ _ORDER = re.compile(expand("(?i:<RISKY_ORDER>|<AN_ORDER>)"))
 _REVERSAL = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
 _ROT13 = re.compile(r"rot_?13|n-za-m")
 
-_ZLIB_START = b"\x78"
-_GZIP_START = b"\x1f\x8b"
+_COMPRESSED_STARTS = (b"\x78", b"\x1f\x8b")  # of zlib and gzip
 _ZLIB_OR_GZIP = 47  # `wbits` of zlib: 32 detects the format, 15 is the largest window
 _MAX_DECOMPRESSED_BYTES = 65_536
 _MAX_NESTED_LITERALS = 3
@@ -167,7 +166,15 @@ def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
         max_nested: How many literals to decode within this one.
     """
     try:
-        content = _decode_bytes(literal)
+        if literal.lastgroup == "numbers":
+            content = bytes(map(int, re.findall(r"\d{2,3}", literal[0])))
+        elif literal.lastgroup == "hex":
+            content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal[0]))
+        else:
+            content = decode_base64(literal[0])
+        if content.startswith(_COMPRESSED_STARTS):
+            decompressor = zlib.decompressobj(_ZLIB_OR_GZIP)
+            content = decompressor.decompress(content, _MAX_DECOMPRESSED_BYTES)
     except (ValueError, zlib.error):
         return
     decoded = content.replace(b"\0", b"").decode("latin-1")
@@ -175,20 +182,6 @@ def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
     nested = _LITERAL.match(decoded) if max_nested else None
     if nested:
         yield from _decode_literal(nested, max_nested - 1)
-
-
-def _decode_bytes(literal: re.Match[str]) -> bytes:
-    """Return the bytes of a literal, decompressed if they are compressed with zlib or gzip."""
-    if literal.lastgroup == "numbers":
-        content = bytes(map(int, re.findall(r"\d{2,3}", literal[0])))
-    elif literal.lastgroup == "hex":
-        content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal[0]))
-    else:
-        content = decode_base64(literal[0])
-    if content.startswith((_ZLIB_START, _GZIP_START)):
-        decompressor = zlib.decompressobj(_ZLIB_OR_GZIP)
-        content = decompressor.decompress(content, _MAX_DECOMPRESSED_BYTES)
-    return content
 
 
 # Words assembled from pieces ------------------------------------------------------------------
@@ -231,13 +224,13 @@ _EXAMPLE_ADDRESSES = (
     "1.0.0.1",
     "8.8.4.4",
 )
-_KNOWN_URLS = ("20.102.90.50:2017/wiki17",)  # an index in the manual of DSPy
+_KNOWN_URL = "20.102.90.50:2017/wiki17"  # an index in the manual of DSPy
 
 
 def find_ip_addresses(text: NormalizedText) -> Spans:
     """Find public servers that are addressed by their IP address instead of a name."""
     for match in _ADDRESS.finditer(text.normalized):
-        is_known = any(url in match[0] for url in _KNOWN_URLS)
+        is_known = _KNOWN_URL in match[0]
         if _is_public(_host_of(match)) and not is_known and not text.is_sample(*match.span()):
             yield match.start(), match.start() + len(match[0].rstrip(".,;:"))
 

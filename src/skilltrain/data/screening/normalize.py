@@ -44,7 +44,7 @@ _MAX_ALIASES = 50
 # Around the use of an alias: not in a string or path; before an attribute, a bracket or a comma.
 _ALIAS_START = r"(?<![\w.$\"'/-])"
 _ALIAS_END = r"(?=\.\w|[(),])"
-_NUM_ALIAS_ROUNDS = 2  # an alias may be the name of another alias
+
 
 # Kinds of files: requirements.txt is for programs, notes.txt is for readers.
 _DEPENDENCY_LIST = re.compile(r"(?:requirements|constraints)[\w.-]{0,40}\.txt$|cmakelists\.txt$")
@@ -280,7 +280,7 @@ def _undisguise(disguise: re.Match[str]) -> str | None:
 
 def _resolve_aliases(mapped: MappedText) -> MappedText:
     """Replace other names for dangerous functions by the functions' own names."""
-    names_by_alias: dict[str, str] = {}
+    names_by_alias = {}
     for match in islice(_ALIAS.finditer(mapped.text), _MAX_ALIASES):
         if match["import_alias"]:  # `import IMPORTED as IMPORT_ALIAS`
             names_by_alias[match["import_alias"]] = match["imported"]
@@ -290,7 +290,7 @@ def _resolve_aliases(mapped: MappedText) -> MappedText:
         return mapped
     any_alias = "|".join(names_by_alias)
     alias_use = re.compile(f"{_ALIAS_START}(?:{any_alias}){_ALIAS_END}")
-    for _ in range(_NUM_ALIAS_ROUNDS):
+    for _ in range(2):  # aliases of aliases
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])
     return mapped
 

@@ -60,17 +60,14 @@ def secret_spans(text: str) -> Spans:
     for match in _KEY.finditer(text):
         if _looks_random(match[0]):
             yield match.span()
-
     for match in _PRIVATE_KEY.finditer(text):
         key = match["key"]
         is_random = _bits_per_character(key[:400]) > _MIN_PRIVATE_KEY_BITS
         if is_random and not _PLACEHOLDER.search(key[:200]):
             yield match.span()
-
     for match in _JSON_WEB_TOKEN.finditer(text):
         if not _is_example_token(match["claims"]):
             yield match.span()
-
     for match in _DATABASE_URL.finditer(text):
         is_local = _LOCAL_HOST.search(match["host"].lower())
         if _looks_random(match["password"]) and not is_local:
