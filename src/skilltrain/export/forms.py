@@ -83,7 +83,7 @@ def write_form(folder: Path, form: Form) -> None:
 
 
 def _convert_to_classifier(folder: Path) -> None:
-    """Replace the output layer of a saved yes_no reranker by one row, in place."""
+    """Replace the output layer of a saved yes_no reranker by the row W_yes - W_no, in place."""
     dtype = read_json(folder / "config.json").get("dtype")
     reranker = open_model(folder, precision="bfloat16" if dtype == "bfloat16" else "float32")
     reranker.network = _classifier_of(reranker)

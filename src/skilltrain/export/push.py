@@ -96,7 +96,8 @@ def _our_outputs(model: Encoder | Reranker, is_multi_vector: bool) -> list[Tenso
         return [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     outputs = []
     for ids in model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS):
-        [vectors] = model.with_tokens([ids], num_tokens=len(ids))  # [text and tokens, dim]
+        # [1 + tokens, dim], the text's vector first
+        [vectors] = model.with_tokens([ids], num_tokens=len(ids))
         outputs.append(vectors[1:] if is_multi_vector else vectors[0])
     return outputs
 

@@ -183,8 +183,8 @@ def _ask_round(
         questions: The questions.
         attempt: Number of the round, from 0.
         pending: Positions of the items to ask about.
-        values: Values by position.
-        faults: Last faults by position.
+        values: Value of each item by position.
+        faults: Last fault of each other item.
     """
     answers = _collect_answers(questions, attempt, pending, faults)
     for position in pending:
@@ -208,7 +208,7 @@ def _collect_answers(
         questions: The questions.
         attempt: Number of the round, from 0.
         pending: Positions of the items.
-        faults: Last faults by position.
+        faults: Last fault of each item.
     """
     llm = questions.llm
     answers: dict[int, AnswerOrError] = {}

@@ -210,7 +210,8 @@ def in_threads(
 ) -> Iterator[ReplyT]:
     """Call a function on all items in threads, and yield the results as they are ready.
 
-    Items are started in order. An error stops new items. It is raised after the running items.
+    Items are started in order. After an error no item is started, and the running items are
+    finished. Then the error is raised.
     """
     errors: list[Exception] = []
 

@@ -80,13 +80,13 @@ class Prompt(NamedTuple):
 def questions_of(
     config: AskConfig, llm: LLM, prompt: Prompt, asks: Sequence[Ask]
 ) -> Questions[Ask, Any]:
-    """Return one request for each ask about a query, with one prompt for all.
+    """Combine one prompt with the queries that the chat model is asked about.
 
     Args:
-        config: Settings of the chat model. Attempt k has the seed `seed + k`.
+        config: Settings of the chat model.
         llm: The chat model.
         prompt: Instructions to the model.
-        asks: Queries and texts that belong to them, such as skills.
+        asks: Queries with their texts, such as skills.
     """
 
     def messages(ask: Ask) -> tuple[str, str]:

@@ -81,7 +81,7 @@ class ServerConfig(Config):
     @classmethod
     def _check_variable_name(cls, value: str) -> str:
         """Check that `api_key_env` is the name of a variable, and not the key itself."""
-        without_underscores = value.replace("_", "a")  # letters and digits remain
+        without_underscores = value.replace("_", "a")  # `isalnum` refuses `_`
         is_name = without_underscores.isalnum() and not value[0].isdigit()
         may_be_key = value.startswith("sk")
         if may_be_key or not is_name:

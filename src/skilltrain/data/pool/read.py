@@ -105,7 +105,7 @@ def _is_table(path: Path | str) -> bool:
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
-    The pool itself is the only source if it does not store a fitting number of skills for each.
+    A pool without fitting numbers of skills for its sources counts as one source.
     """
     if not _is_table(pool):
         return {pool.resolve(): read_pool(pool)}
@@ -132,12 +132,12 @@ def find_skill_file(skill: Skill) -> Path | None:
     if root is None:
         return None
     if root.name.lower() == SKILL_FILE.lower():
-        root = root.parent
+        root = root.parent  # the source is a file
 
     original_id = _RENAMED.sub("", skill.skill_id)
     folders = {root / skill.skill_id, root / original_id}
     if root.name == original_id:
-        folders.add(root)
+        folders.add(root)  # the source is the skill
     files = [_skill_file_in(folder, root) for folder in folders]
     existing_files = [file for file in files if file is not None]
     is_certain = len(existing_files) == 1
@@ -254,7 +254,7 @@ def merge_sources(
 
     Args:
         sources: Skills of each source.
-        drop_duplicates: False: drop a copy of a skill only if its id is the same too.
+        drop_duplicates: Whether to drop all copies of a skill, or only copies with its id.
 
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
@@ -445,9 +445,9 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     if not (skill.body or skill.description):
         reason = "the skill has neither description nor body"
         return dropped_skill(skill_id, "empty_body", reason)
-    files = islice(filter(_is_plain_file, bundled_paths(path.parent)), MAX_FILES)
-    file_names = tuple(_relative_path(file, path.parent) for file in files)
-    return replace(skill, files=file_names, root=root)
+    files = filter(_is_plain_file, bundled_paths(path.parent))
+    names = (_relative_path(file, path.parent) for file in islice(files, MAX_FILES))
+    return replace(skill, files=tuple(names), root=root)
 
 
 def _is_plain_file(path: Path) -> bool:
@@ -466,7 +466,7 @@ def _read_shard(path: Path) -> SkillsOrDropped:
 
 def _read_jsonl(path: Path) -> SkillsOrDropped:
     """Read a JSON Lines file. A file that breaks off gives the skills before the break."""
-    number = 0
+    number = 0  # of the last line read
     name = clean_text(path.name)
     try:
         for number, line in numbered_lines(path):

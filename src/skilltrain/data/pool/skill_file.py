@@ -220,16 +220,15 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
 
         walked = []
         for name in sorted(folder_names):
-            if name.startswith(".") and not hidden:
-                continue
-            if is_git_folder and name != "hooks":
+            is_git_data = is_git_folder and name != "hooks"
+            if is_git_data or (name.startswith(".") and not hidden):
                 continue
             holds_skill = any(Path(parent, name).glob(SKILL_FILE))
             if not holds_skill:
                 walked.append(name)
         folder_names[:] = walked  # os.walk continues with these
         if is_git_folder:
-            continue
+            continue  # its files are data
 
         for name in sorted(file_names):
             is_hidden = in_hidden_folder or name.startswith(".")

@@ -3,6 +3,9 @@
 A flag is a finding in a text and not a verdict on its author. A skill that teaches how to find
 malware may quote some. The recipe decides what happens to flagged skills. By default they are not
 used as positives, and routing shows the flag.
+
+Notes:
+    - Two files can have names that are equal in print. A repeated flag of such files is dropped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,7 +52,6 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
     fields_and_texts = [(field, getattr(skill, field)) for field in FIELDS]
     fields_and_texts += [(file.field, file.text) for file in files]
 
-    # The key drops repeated flags: two files can have names that are equal in print.
     flags_by_position: dict[tuple[str, str, int], Flag] = {}
     for field, text in fields_and_texts:
         normalized = normalize_text(text, field, skill)
@@ -65,7 +67,7 @@ def _apply_rule(rule: Rule, text: NormalizedText) -> Iterator[Flag]:
     for check in rule.checks_for(text.kind):
         spans.update(islice(check.find_spans(text), 10 * MAX_FLAGS))
 
-    # Of findings with the same start, the longest comes first.
+    # longest first at each start
     first_spans = sorted(spans, key=lambda span: (span[0], -span[1]))[:MAX_FLAGS]
     previous_end = 0
     for start, full_end in first_spans:

@@ -143,7 +143,10 @@ def _apply_changes(mapped: MappedText, changes: Sequence[Change]) -> MappedText:
 
 
 def _change_of(match: re.Match[str], replacement: str) -> Change:
-    """Return the change to a match, without the prefix and suffix that both texts share."""
+    """Return the change to a match, without the prefix and suffix that both texts share.
+
+    The change covers at least one character of the match.
+    """
     old = match[0]
     prefix_chars = min(_num_common_chars(old, replacement), len(old) - 1)
     old = old[prefix_chars:]
@@ -257,7 +260,9 @@ def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
     ]
     decoded = "".join(map(chr, codes))
     could_end_literal = re.search(r"[\"'\\]", decoded)
-    return decoded if decoded.isprintable() and not could_end_literal else None
+    if could_end_literal or not decoded.isprintable():
+        return None
+    return decoded
 
 
 def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
@@ -352,7 +357,7 @@ def _apply_slice(match: re.Match[str], _: Values) -> str | None:
         return _quote(text[::-1])
     bounds = [int(bound) if bound.strip() else None for bound in match["slice"].split(":")]
     if bounds[-1] == 0:
-        return None
+        return None  # an error or no text
     return _quote(text[slice(*bounds)])
 
 
@@ -463,10 +468,11 @@ def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
     else:
         values.pop(name, None)
 
-    uses_variable = "$" in old_code
+    if "$" not in old_code:
+        return None
     if is_known and not is_quoted:
         new_code = _quote(value) or value
-    return match[0].removesuffix(old_code) + new_code if uses_variable else None
+    return match[0].removesuffix(old_code) + new_code
 
 
 def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
@@ -524,8 +530,9 @@ def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
     if not _NAME_PATH.fullmatch(name):
         return None
 
-    has_owner = match[f"owner{form}"] and form != _IMPORT_FORM
-    owner = match[f"owner{form}"] if has_owner else ""
+    owner = match[f"owner{form}"] or ""
+    if form == _IMPORT_FORM:
+        owner = ""  # the module itself
     return f"{owner}.{name}".lstrip(".")
 
 

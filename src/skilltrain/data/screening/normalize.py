@@ -173,7 +173,7 @@ class NormalizedText:
     def _is_scanner_pattern(self, start: int, end: int) -> bool:
         """Return whether a program looks for attacks, and lists a command as a pattern to find."""
         line = self.line_before(start, 300)
-        is_in_quotes = any(line.count(mark) % 2 for mark in "\"'`/")  # `/`: regexes
+        is_in_quotes = any(line.count(mark) % 2 for mark in "\"'`/")  # `/` around regexes
         command = self.normalized[start:end].lstrip()[:80]
         is_pattern = is_in_quotes or _LIST_ELEMENT.match(line + command)
         if not is_pattern:

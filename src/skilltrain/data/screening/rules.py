@@ -105,8 +105,7 @@ class Check(Config, validate_default=False):
 
         Args:
             text: The text to search.
-            anchors: Those of `self.anchors` that occur in the text. Without any, the whole text is
-                searched.
+            anchors: Anchors in the text. Without anchors, the whole text is searched.
         """
         windows = [(0, len(text.normalized))]
         if anchors:
