@@ -98,9 +98,10 @@ def _check_license(license: str) -> None:
     if license not in license_ids:
         name = license.lower().replace(" ", "-")
         [nearest] = difflib.get_close_matches(name, license_ids, n=1, cutoff=0)
-        problem = "is no licence id of the Hub"
         fix = f"the nearest id is {nearest}; write 'other' for a licence that has no id"
-        raise SkilltrainError("invalid-license", problem, where=license, fix=fix)
+        raise SkilltrainError(
+            "invalid-license", "is no licence id of the Hub", where=license, fix=fix
+        )
 
 
 @dataclass(frozen=True)

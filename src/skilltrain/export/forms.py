@@ -101,9 +101,14 @@ def _classifier_of(reranker: Reranker) -> Any:
 
     with torch.device("meta"):
         network: Any = AutoModelForSequenceClassification.from_config(reranker.network.config)
-    pad_token_id = reranker.tokenizer.pad_token_id
-    network.config.update({"num_labels": 1, "pad_token_id": pad_token_id})
-    network.config.update({"use_sep_token": False, "use_pad_token": False})
+    network.config.update(
+        {
+            "num_labels": 1,
+            "pad_token_id": reranker.tokenizer.pad_token_id,
+            "use_sep_token": False,
+            "use_pad_token": False,
+        }
+    )
     setattr(network, network.base_model_prefix, reranker.network.base_model)
     row: Any = reranker.score_vector()  # [hidden], float32
     output_layer = heads(network)[0]

@@ -154,12 +154,7 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, may_replace_readm
     Returns:
         URL of the repository.
     """
-    from huggingface_hub import (
-        CommitOperationAdd,
-        CommitOperationDelete,
-        HfApi,
-        set_client_factory,
-    )
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, set_client_factory
     from huggingface_hub.utils import logging
 
     set_client_factory(_limited_client)
@@ -230,12 +225,12 @@ def _open_repository(api: Any, repo: str, public: bool, may_replace_readme: bool
     if names - {"README.md"} and CHECKPOINT_FILE not in names:
         problem = "the repository is taken: it holds something else than a model of skilltrain"
         raise SkilltrainError("repository-taken", problem, where=repo, fix="choose another --repo")
-    if public and info.private:
+    is_public = not info.private
+    problem = "the repository is public"
+    fix = "add --public, or choose another --repo"
+    if not is_public:
         problem = "the repository is private, and stays so"
         fix = "make it public on its page, or push without --public"
-        raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
-    if not public and not info.private:
-        problem = "the repository is public"
-        fix = "add --public, or choose another --repo"
+    if is_public != public:
         raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
     return names

@@ -211,7 +211,7 @@ def _collect_answers(
         faults: Last fault of each item.
     """
     llm = questions.llm
-    answers: dict[int, AnswerOrError] = {}
+    answers = {}
 
     def request_of(position: int) -> Request:
         return questions.request(questions.items[position], attempt, faults.get(position))

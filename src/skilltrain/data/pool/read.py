@@ -110,7 +110,7 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     if not _is_table(pool):
         return {pool.resolve(): read_pool(pool)}
     skills = read_skills(pool)
-    num_skills_by_source: dict[str, int] = read_local(table_path(pool, SKILLS).parent)
+    num_skills_by_source = read_local(table_path(pool, SKILLS).parent)
     if sum(num_skills_by_source.values()) != len(skills):
         num_skills_by_source = {str(pool.resolve()): len(skills)}
 
@@ -140,8 +140,7 @@ def find_skill_file(skill: Skill) -> Path | None:
         folders.add(root)  # the source is the skill
     files = [_skill_file_in(folder, root) for folder in folders]
     existing_files = [file for file in files if file is not None]
-    is_certain = len(existing_files) == 1
-    return existing_files[0] if is_certain else None
+    return existing_files[0] if len(existing_files) == 1 else None
 
 
 def _skill_file_in(folder: Path, root: Path) -> Path | None:
@@ -259,8 +258,8 @@ def merge_sources(
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
     """
-    first_id_by_content: dict[bytes, str] = {}
-    identities: set[tuple[str, bytes]] = set()
+    first_id_by_content = {}
+    identities = set()
     taken_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
     numbers = Counter[str]()
     merged = []
@@ -384,7 +383,7 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
     skill_files = []
     shards = []
     refused = []
-    errors: list[OSError] = []
+    errors = []
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
         for path in sorted(Path(folder, name) for name in folder_names + file_names):
             name = path.name.lower()
@@ -443,8 +442,7 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         return dropped_skill(skill_id, "not_text", f"{name} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
     if not (skill.body or skill.description):
-        reason = "the skill has neither description nor body"
-        return dropped_skill(skill_id, "empty_body", reason)
+        return dropped_skill(skill_id, "empty_body", "the skill has neither description nor body")
     files = filter(_is_plain_file, bundled_paths(path.parent))
     names = (_relative_path(file, path.parent) for file in islice(files, MAX_FILES))
     return replace(skill, files=tuple(names), root=root)

@@ -125,8 +125,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
     skill = _add_columns(skill, values, _facts_in(row), source)
     if not (skill.body or skill.description):
-        reason = f"{where} has neither description nor body"
-        return dropped_skill(skill_id, "empty_body", reason)
+        return dropped_skill(skill_id, "empty_body", f"{where} has neither description nor body")
     return skill
 
 
@@ -305,7 +304,7 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
     Returns:
         Value by key in lower case. The value of `metadata` is itself a map.
     """
-    lines_by_key: dict[str, list[str]] = {}
+    lines_by_key = {}
     key = ""
     for line in lines:
         match = _KEY.match(line)

@@ -69,7 +69,7 @@ class Pool(Stage):
     @classmethod
     def _parse_sources(cls, value: Any) -> Any:
         """Return the sources as a list. Texts become paths unless they start with `hf:`."""
-        sources: list[Any] = []
+        sources = []
         for source in value if isinstance(value, list | tuple) else [value]:
             is_path = isinstance(source, str) and not source.startswith(HF_PREFIX)
             sources.append(Path(source) if is_path else source)
@@ -139,7 +139,7 @@ class Pool(Stage):
         num_by_path = dict(zip(paths, map(len, merged_by_source), strict=True))
         write_json(out / LOCAL_FILE, num_by_path)
 
-        rules: list[str] = []  # each rule once for a skill
+        rules = []  # each rule once for a skill
         for skill_flags in flags.values():
             rules += {flag.rule for flag in skill_flags}
         return {

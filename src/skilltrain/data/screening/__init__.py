@@ -52,7 +52,7 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
     fields_and_texts = [(field, getattr(skill, field)) for field in FIELDS]
     fields_and_texts += [(file.field, file.text) for file in files]
 
-    flags_by_position: dict[tuple[str, str, int], Flag] = {}
+    flags_by_position = {}
     for field, text in fields_and_texts:
         normalized = normalize_text(text, field, skill)
         for rule in RULES:

@@ -366,8 +366,7 @@ def _join_literals(match: re.Match[str], _: Values) -> str | None:
 
     Return None to keep the match, if the separator is long.
     """
-    quoted_separator = _first_group(match, *_SEPARATOR_GROUPS)
-    separator = _unquote(quoted_separator)
+    separator = _unquote(_first_group(match, *_SEPARATOR_GROUPS))
     if len(separator) > _MAX_SEPARATOR_CHARS:
         return None
     if match["words"]:
@@ -417,7 +416,7 @@ def _concatenate(match: re.Match[str], values: Values) -> str | None:
     Returns:
         The concatenation; None if nothing was joined.
     """
-    operands: list[str] = _OPERAND.findall(match[0])
+    operands = _OPERAND.findall(match[0])
 
     def has_value(operand: str) -> bool:
         return _value_of(operand, values) is not None

@@ -288,8 +288,7 @@ def _resolve_aliases(mapped: MappedText) -> MappedText:
             names_by_alias[match["variable"]] = match["value"]
     if not names_by_alias:
         return mapped
-    any_alias = "|".join(names_by_alias)
-    alias_use = re.compile(f"{_ALIAS_START}(?:{any_alias}){_ALIAS_END}")
+    alias_use = re.compile(f"{_ALIAS_START}(?:{'|'.join(names_by_alias)}){_ALIAS_END}")
     for _ in range(2):  # aliases of aliases
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])
     return mapped
