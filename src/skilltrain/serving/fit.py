@@ -260,7 +260,7 @@ def _calibrate(runner: _StepRunner, is_trained: bool) -> None:
     router = runner.folder
     if Index.open(router).record.calibration is not None:
         return
-    _remove_old_calibration(router / fit_step)
+    shutil.rmtree(router / fit_step, ignore_errors=True)  # else the step is skipped
     try:
         runner.run("queries")
         runner.run(fit_step)
@@ -270,11 +270,6 @@ def _calibrate(runner: _StepRunner, is_trained: bool) -> None:
         say(f"warning: the router is not calibrated, and answers every task: {error}")
         return
     runner.run(add_step)
-
-
-def _remove_old_calibration(folder: Path) -> None:
-    """Remove the results of an earlier calibration, so that the calibration is made again."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
