@@ -473,8 +473,8 @@ def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
 def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str:
     """Return a path as an index stores it, so that the router's folder can be moved.
 
-    A path in the router's folder becomes `./…`. Another path becomes a key of `local_paths`. A
-    `package:NAME` stays.
+    A path in the router's folder becomes `./…`, and another path a key of `local_paths`. A name
+    such as `package:NAME` stays.
     """
     path = Path(name).expanduser()
     if not path.is_absolute() and not path.exists():
