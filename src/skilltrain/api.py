@@ -197,10 +197,8 @@ def plan_task(
     skills = router.skills
     [plan] = Planner(config, skills, partial(_rank_skills, router), lenient=True).plan([task])
 
-    flags_by_id: dict[str, tuple[Flag, ...]] = {}
-    for step in plan.steps:
-        if step.skill_id:
-            flags_by_id[step.skill_id] = router.flags(skills[step.skill_id])
+    planned_ids = [step.skill_id for step in plan.steps if step.skill_id]
+    flags_by_id = {skill_id: router.flags(skills[skill_id]) for skill_id in planned_ids}
     return plan, {skill_id: flags for skill_id, flags in flags_by_id.items() if flags}
 
 

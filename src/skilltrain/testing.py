@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from skilltrain.data.filter_layers import FilterLayer, FilterPool
 from skilltrain.data.sources import Mining, NegativeSource
@@ -27,41 +28,38 @@ def check_loss(loss: Loss) -> None:
     The gradient must be finite, and zero for invalid candidates. The loss of a batch is the sum of
     its queries' losses, for any order of candidates.
     """
-    batch = _make_batch()
+    tensors = _make_tensors()
     all_queries = slice(3)
-    total = loss(_select(batch, all_queries))
+    total = loss(_make_batch(tensors, all_queries))
     assert total.ndim == 0, "the loss is not a single number; return the sum over queries"
-    (gradient,) = torch.autograd.grad(total, batch.scores)
+    scores, _, valid, _ = tensors
+    (gradient,) = torch.autograd.grad(total, scores)
     assert gradient.isfinite().all(), "the loss or its gradient is not finite"
-    invalid = ~batch.valid
-    assert not gradient[invalid].any(), "an invalid candidate has a gradient; use batch.valid"
+    assert not gradient[~valid].any(), "an invalid candidate has a gradient; use batch.valid"
 
-    query_losses = [loss(_select(batch, slice(row, row + 1))) for row in range(3)]
+    query_losses = [loss(_make_batch(tensors, slice(row, row + 1))) for row in range(3)]
     is_sum = torch.isclose(total, torch.stack(query_losses).sum())
     assert is_sum, "the loss is not the sum of its queries' losses"
     reordered_candidates = (all_queries, [4, 2, 0, 3, 1])
-    reordered = loss(_select(batch, reordered_candidates))
+    reordered = loss(_make_batch(tensors, reordered_candidates))
     assert torch.isclose(total, reordered), "the loss depends on the order of the candidates"
 
 
-def _make_batch() -> ScoredBatch:
-    """Make a batch of 3 queries with 5 candidates each, not all of them valid."""
+def _make_tensors() -> Sequence[Tensor]:
+    """Make scores, gains, validity and teacher scores of 3 queries with 5 candidates each."""
     generator = torch.Generator().manual_seed(0)
     scores = torch.randn(3, 5, generator=generator).requires_grad_()  # [query, candidate]
     gains = torch.tensor([1, 0.5, 0, 0, 0]).repeat(3, 1)  # [query, candidate]
     num_valid = torch.tensor([[5], [3], [4]])
     valid = torch.arange(5) < num_valid  # [query, candidate]
     teacher_scores = torch.randn(3, 5, generator=generator)  # [query, candidate]
+    return scores, gains, valid, teacher_scores
+
+
+def _make_batch(tensors: Sequence[Tensor], index: Any) -> ScoredBatch:
+    """Make a batch of the queries and candidates that `index` selects."""
+    scores, gains, valid, teacher_scores = [tensor[index] for tensor in tensors]
     return ScoredBatch(scores, gains, valid, teacher_scores)
-
-
-def _select(batch: ScoredBatch, index: Any) -> ScoredBatch:
-    """Return the queries and candidates of a batch that `index` selects."""
-    teacher_scores = batch.optional_teacher_scores
-    assert teacher_scores is not None
-    return ScoredBatch(
-        batch.scores[index], batch.gains[index], batch.valid[index], teacher_scores[index]
-    )
 
 
 def check_ranker(

@@ -300,12 +300,10 @@ def _fit_threshold(calibrator: Calibrator, cases: Sequence[Case], config: Calibr
 
 def _fit_miss(calibrator: Calibrator, cases: Sequence[Case], contained: float) -> float:
     """Return the limit `miss` with which the share `contained` of likely sets has a right skill."""
-    best_probabilities: list[float] = []  # [served request]
-    for case in cases:
-        if case.kind == "served":
-            right_probabilities = calibrator.probabilities(case.trace)[case.is_right]
-            best_probabilities.append(max(right_probabilities, default=0.0))
-    return 1 - bound(np.array(best_probabilities), contained)
+    served = [case for case in cases if case.kind == "served"]
+    probabilities = [calibrator.probabilities(case.trace)[case.is_right] for case in served]
+    best_probabilities = np.array([max(values, default=0.0) for values in probabilities])
+    return 1 - bound(best_probabilities, contained)
 
 
 def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) -> float:

@@ -179,7 +179,8 @@ def _train_router(runner: _StepRunner) -> dict[str, Any]:
     comparison = _compare_on_dev_queries(runner)
     if comparison is None:
         return {"num_lists": num_lists}
-    _use_router(runner, comparison.is_better)
+    runner.run("trained" if comparison.is_better else "untrained")
+    _calibrate(runner, comparison.is_better)
     return {
         "trained": comparison.is_better,
         "num_lists": num_lists,
@@ -228,12 +229,6 @@ def _compare_on_dev_queries(runner: _StepRunner) -> RouterComparison | None:
     comparison = compare_routers(runner.folder / "report")
     say(str(comparison))
     return comparison
-
-
-def _use_router(runner: _StepRunner, is_trained: bool) -> None:
-    """Put the trained or the untrained router into the router's folder, and calibrate it."""
-    runner.run("trained" if is_trained else "untrained")
-    _calibrate(runner, is_trained)
 
 
 def compare_routers(report: Path) -> RouterComparison:

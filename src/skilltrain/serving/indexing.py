@@ -143,7 +143,7 @@ def _open_old_router(config: BuildIndex) -> Index | None:
 def _read_system(config: BuildIndex, index: Index | None) -> SystemConfig:
     """Return the rankers of the settings, or else of the router. Check them and their servers."""
     rankers = config.rankers
-    allowed_servers: Collection[str] | None = None  # all
+    allowed_servers = None  # all
     if rankers is None:
         assert index is not None
         rankers = index.system.rankers
@@ -161,9 +161,7 @@ def _read_contents(config: BuildIndex, index: Index | None) -> Contents:
         assert index is not None
         pool = index.pool
     skills = read_by_source(pool)
-    watched: Sequence[Path] = ()
-    if index is not None and index.pool == pool.resolve():
-        watched = index.watched
+    watched = index.watched if index and index.pool == pool.resolve() else []
     for folder in watched:
         skills.setdefault(folder, [])  # `read_watched` replaces it
     return read_watched(Contents(pool, skills, watched), folders=watched)
