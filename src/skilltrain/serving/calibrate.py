@@ -364,7 +364,8 @@ def _penalized_cross_entropy(
         labels: [row] Whether each row is positive.
     """
     logits = inputs @ weights  # [row]
-    entropy = np.logaddexp(0, logits).mean() - logits[labels].sum() / len(inputs)
+    positive_logits = logits[labels]  # of the positive rows
+    entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(inputs)
     penalized_weights = np.append(weights[:-1], 0.0)
     penalty = _L2 / 2 * penalized_weights @ penalized_weights
 
