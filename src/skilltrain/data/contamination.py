@@ -121,9 +121,7 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
         )
         fix = "give a folder with queries of another split"
         raise SkilltrainError("empty-split", problem, where=path, fix=fix)
-    golds: tuple[Skill, ...] = ()
-    if need_golds:
-        golds = _read_golds(path, benchmark.gold_skills, tasks, pool)
+    golds = _read_golds(path, benchmark.gold_skills, tasks, pool) if need_golds else ()
     return HeldOutBenchmark(name, tasks, golds)
 
 

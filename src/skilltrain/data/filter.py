@@ -191,24 +191,20 @@ def pair_with_golds(
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
+    ranks = rankings.column("rank").to_pylist()
     blocks = [np.empty(0, PAIR)]  # for no queries
-    for query_position, (query_id, query_rows) in enumerate(rows_by_id.items()):
-        query_verdicts = verdicts.get(query_id, {})
-        unjudged_rows = [row for row in query_rows.tolist() if skill_ids[row] not in query_verdicts]
-        gold_ids = positives_of(query_verdicts)
-        golds = [positions[gold_id] for gold_id in gold_ids if gold_id in positions]
+    for query, (query_id, rows) in enumerate(rows_by_id.items()):
+        judged = verdicts.get(query_id, {})
+        golds = [positions[gold] for gold in positives_of(judged) if gold in positions]
         if not golds:
             golds = [-1]
-        block = np.empty(len(unjudged_rows) * len(golds), PAIR)
-        block["row"] = np.repeat(unjudged_rows, len(golds))
-        block["gold"] = np.tile(golds, len(unjudged_rows))
-        block["query"] = query_position
-        blocks.append(block)
-
-    pairs = np.concatenate(blocks)
-    pairs["skill"] = [positions[skill_ids[row]] for row in pairs["row"].tolist()]
-    pairs["rank"] = rankings.column("rank").to_numpy()[pairs["row"]]
-    return pairs
+        pairs: list[tuple[int, ...]] = []
+        for row in rows.tolist():
+            if skill_ids[row] not in judged:
+                skill = positions[skill_ids[row]]
+                pairs += [(row, query, skill, gold, ranks[row]) for gold in golds]
+        blocks.append(np.array(pairs, PAIR))
+    return np.concatenate(blocks)
 
 
 def find_false_negatives(

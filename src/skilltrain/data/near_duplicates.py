@@ -142,9 +142,8 @@ def _count_names(groups: Positions, names: Positions) -> Positions:
 
 def jaccard(first: Trigrams, second: Trigrams) -> float:
     """Return the Jaccard index of two sets, 0 if one is empty."""
-    both = np.sort(np.concatenate([first, second]))  # a shared trigram is there twice
-    num_shared = int(np.count_nonzero(both[1:] == both[:-1]))
-    return num_shared / (len(both) - num_shared) if num_shared else 0.0
+    num_shared = len(np.intersect1d(first, second, assume_unique=True))
+    return num_shared / (len(first) + len(second) - num_shared) if num_shared else 0.0
 
 
 def number_values(values: Iterable[str]) -> Positions:
@@ -327,12 +326,13 @@ def _similar_namesakes(
     ids_by_name[""] = []  # skills without a name
 
     trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
-    similar_ids: defaultdict[str, list[str]] = defaultdict(list)
+    similar_ids: dict[str, list[str]] = {}
     for skill_id in skill_ids:
-        for other_id in ids_by_name[name_key(skills[skill_id].name)]:
-            overlap = jaccard(trigrams_of(skill_id), trigrams_of(other_id))
-            if overlap >= SAME_NAME_OVERLAP:
-                similar_ids[skill_id].append(other_id)
+        similar_ids[skill_id] = [
+            other_id
+            for other_id in ids_by_name[name_key(skills[skill_id].name)]
+            if jaccard(trigrams_of(skill_id), trigrams_of(other_id)) >= SAME_NAME_OVERLAP
+        ]
     return similar_ids
 
 
@@ -349,15 +349,12 @@ def near_duplicate_clusters(
         order of their lowest skill id.
     """
     sets = trigram_sets(skills, max_names, workers)
-    lowest_positions = link_near_duplicates(sets, threshold, workers)  # by position of the skill
-
+    lowest_positions = link_near_duplicates(sets, threshold, workers)
     skill_ids = [skill.skill_id for skill in skills]
-    numbers: dict[int, int] = {}  # number of a cluster by its lowest position
+    numbers: dict[int, int] = {}  # of clusters, by lowest position
     clusters: dict[str, int] = {}
     for skill_id, lowest in sorted(zip(skill_ids, lowest_positions, strict=True)):
-        if lowest not in numbers:
-            numbers[lowest] = len(numbers)
-        clusters[skill_id] = numbers[lowest]
+        clusters[skill_id] = numbers.setdefault(lowest, len(numbers))
     return clusters
 
 

@@ -56,13 +56,20 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """
     passages = _shuffled_passages(skill, seed)
     chosen, description = _choose_passages(passages, skill, count)
-    if not chosen:
-        return _query_for_description(passages, skill)
     body = skill.body
     for passage in chosen:
         body = _cut(body, passage)
-    queries = [passage.request for passage in chosen]
-    return queries, replace(skill, description=description, body=body)
+    if chosen:
+        queries = [passage.request for passage in chosen]
+        return queries, replace(skill, description=description, body=body)
+
+    # Take another description.
+    for passage in passages:
+        body = _cut(skill.body, passage)
+        paragraph = first_paragraph(body)
+        if _is_description(paragraph):
+            return [passage.request], replace(skill, description=paragraph, body=body)
+    return [], skill
 
 
 def _choose_passages(
@@ -83,20 +90,6 @@ def _choose_passages(
             chosen.setdefault(passage.request.casefold(), passage)
             description = remaining_description
     return list(chosen.values()), description
-
-
-def _query_for_description(passages: Sequence[Passage], skill: Skill) -> tuple[list[str], Skill]:
-    """Make one query, and describe the skill by the first paragraph of its body.
-
-    Returns:
-        The query and the new skill. No query if no paragraph can be a description.
-    """
-    for passage in passages:
-        body = _cut(skill.body, passage)
-        paragraph = first_paragraph(body)
-        if _is_description(paragraph):
-            return [passage.request], replace(skill, description=paragraph, body=body)
-    return [], skill
 
 
 def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:

@@ -113,7 +113,7 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
         words += query_words
         trigrams += zip(query_words, query_words[1:], query_words[2:], strict=False)
 
-    items_by_name: dict[str, Sequence[object]] = {
+    items_by_name = {
         "texts": texts,
         "openings": [tuple(words_of(text)[:3]) for text in texts],
         "words": words,

@@ -162,7 +162,12 @@ class Synthesize(Stage):
         else:
             outcome = ask(_questions(self, self.llm, planned))
         if not outcome.values:
-            raise self._nothing_generated(num_skills, outcome.dropped)
+            reason = outcome.dropped[0].reason if outcome.dropped else "every skill is flagged"
+            problem = f"made no query for {num_skills} skills; the first reason: {reason}"
+            fix = ""
+            if isinstance(self.llm, LLMConfig):
+                fix = "llm.cache holds these answers; set another seed to get other answers"
+            raise SkilltrainError("nothing-generated", problem, fix=fix)
 
         queries, judgements = self._with_judgements(outcome.values)
         dropped = flagged + outcome.dropped
@@ -182,15 +187,6 @@ class Synthesize(Stage):
             **outcome.used,  # tokens and cost
             "profile": query_profile(texts),
         }
-
-    def _nothing_generated(self, num_skills: int, dropped: Sequence[Dropped]) -> SkilltrainError:
-        """Return the error for a run that made no query."""
-        reason = dropped[0].reason if dropped else "every skill is flagged"
-        problem = f"made no query for {num_skills} skills; the first reason: {reason}"
-        fix = ""
-        if isinstance(self.llm, LLMConfig):
-            fix = "llm.cache holds these answers; set another seed to get other answers"
-        return SkilltrainError("nothing-generated", problem, fix=fix)
 
     def _with_judgements(
         self, texts: Sequence[tuple["PlannedQuery", str]]
