@@ -107,20 +107,20 @@ class Filter(Stage):
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
-        rows = rows_by_query(rankings)
+        rows_by_id = rows_by_query(rankings)
         verdicts = read_verdicts(self.queries)
         pool = FilterPool(
             skills,
-            pair_with_golds(rankings, rows, skills, verdicts),
+            pair_with_golds(rankings, rows_by_id, skills, verdicts),
             sources=texts_of(rankings.column("stage")),
-            query_texts=self._query_texts(rows),
+            query_texts=self._query_texts(rows_by_id),
             encoder_source=self.encoder,
             clusters_path=self.clusters,
             workers=self.workers,
         )
-        dropped_by_row = find_false_negatives(pool, list(rows), self.layers)
+        dropped_by_row = find_false_negatives(pool, list(rows_by_id), self.layers)
         if self.judged_positives == "drop":
-            dropped_by_row.update(find_judged_positives(rankings, rows, verdicts))
+            dropped_by_row.update(find_judged_positives(rankings, rows_by_id, verdicts))
 
         is_kept = np.ones(rankings.num_rows, dtype=bool)
         is_kept[list(dropped_by_row)] = False
@@ -192,12 +192,12 @@ def pair_with_golds(
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
     ranks = rankings.column("rank").to_pylist()
-    blocks = [np.empty(0, PAIR)]  # for no queries
+    blocks = [np.empty(0, PAIR)]  # in case of no queries
     for query, (query_id, rows) in enumerate(rows_by_id.items()):
         judged = verdicts.get(query_id, {})
         golds = [positions[gold] for gold in positives_of(judged) if gold in positions]
         if not golds:
-            golds = [-1]
+            golds = [-1]  # no gold skill
         pairs: list[tuple[int, ...]] = []
         for row in rows.tolist():
             if skill_ids[row] not in judged:
@@ -224,7 +224,7 @@ def find_false_negatives(
     for layer in layers:
         pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
         values = layer.check(pool, pairs)  # [pair], NaN: keep
-        hits = np.flatnonzero(~np.isnan(values))
+        hits = np.flatnonzero(~np.isnan(values))  # positions in `pairs`
         rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
         for row, hit in zip(rows.tolist(), hits[first_hits].tolist(), strict=True):
             pair = pairs[hit]

@@ -185,12 +185,13 @@ class JaccardLayer(FilterLayer):
         trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
         candidates = pairs["skill"]  # [pair]
         golds = pairs["gold"]  # [pair]
-        smaller = np.minimum(trigrams.sizes[candidates], trigrams.sizes[golds])
-        larger = np.maximum(trigrams.sizes[candidates], trigrams.sizes[golds])
-        possible = np.flatnonzero(smaller > self.above * larger)
+        sizes = trigrams.sizes  # [skill]
+        smaller = np.minimum(sizes[candidates], sizes[golds])
+        larger = np.maximum(sizes[candidates], sizes[golds])
+        similar_in_size = np.flatnonzero(smaller > self.above * larger)
 
         values = np.full(len(pairs), np.nan)
-        for position in track(possible.tolist(), "comparing bodies", len(possible)):
+        for position in track(similar_in_size.tolist(), "comparing bodies", len(similar_in_size)):
             value = jaccard(trigrams[golds[position]], trigrams[candidates[position]])
             if value > self.above:
                 values[position] = value
@@ -217,7 +218,7 @@ class CosineLayer(FilterLayer):
             The cosine of each pair above the threshold; NaN for all other pairs.
         """
         vectors = pool.chunks.vectors  # [chunk, dim]
-        first_chunks = pool.chunks.starts
+        first_chunks = pool.chunks.starts  # [skill]
         cosines = np.empty(len(pairs))
         for begin in range(0, len(pairs), _PAIRS_AT_ONCE):
             block = pairs[begin : begin + _PAIRS_AT_ONCE]
@@ -297,14 +298,13 @@ class CeilingLayer(FilterLayer):
         return np.where(is_too_high & is_lowest_gold, scores, np.nan)
 
     def _gold_scores(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Return the score of each pair's gold skill. Equal queries and gold skills share one."""
+        """Return the score of each pair's gold skill, computed once per query and gold skill."""
         num_skills = len(pool.skills)
         codes = pairs["query"].astype(np.int64) * num_skills + pairs["gold"]  # [pair]
         distinct_codes, code_positions = np.unique(codes, return_inverse=True)
-        distinct_scores = pool.query_scores(
-            distinct_codes // num_skills, distinct_codes % num_skills
-        )
-        return distinct_scores[code_positions]
+        queries = distinct_codes // num_skills
+        golds = distinct_codes % num_skills
+        return pool.query_scores(queries, golds)[code_positions]
 
 
 RankWindows = dict[str, tuple[int, int | None]]

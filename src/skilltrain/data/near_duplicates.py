@@ -88,14 +88,15 @@ def word_trigrams(text: str) -> Trigrams:
     hashes = np.zeros(num_trigrams, dtype=np.uint64)  # [trigram]
     for offset in range(width):
         words_at_offset = word_hashes[offset : offset + num_trigrams]  # [trigram]
-        hashes = (hashes ^ _mark_offset(words_at_offset, offset)) * _TRIGRAM_FACTOR
+        hashes = _add_words(hashes, words_at_offset, offset)
     return _distinct(np.sort(hashes))
 
 
-def _mark_offset(word_hashes: Trigrams, offset: int) -> Trigrams:
-    """Change the hashes of words by their offset in a trigram, so that word order counts."""
+def _add_words(hashes: Trigrams, word_hashes: Trigrams, offset: int) -> Trigrams:
+    """Add to the hash of each trigram the word at an offset. The order of words counts."""
     mixed = (word_hashes + np.uint64(offset)) * _WORD_FACTORS[offset]
-    return mixed ^ (mixed >> _SHIFT)
+    mixed ^= mixed >> _SHIFT
+    return (hashes ^ mixed) * _TRIGRAM_FACTOR
 
 
 def _distinct(ordered: np.ndarray) -> np.ndarray:
@@ -113,8 +114,8 @@ def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions
     order = np.argsort(values, kind="stable")
     ordered = values[order]
     is_boundary = np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])
-    run_lengths = np.diff(np.flatnonzero(is_boundary))  # [run]
-    is_group = run_lengths > times  # [run]
+    run_lengths = np.diff(np.flatnonzero(is_boundary))  # [run of equal values]
+    is_group = run_lengths > times
 
     is_in_group = np.repeat(is_group, run_lengths)  # [value]
     positions = order[np.flatnonzero(is_in_group)]
@@ -189,7 +190,6 @@ class TrigramSets:
 
         Args:
             names: A number for the name of each skill, -1 for a skill without a name.
-            max_names: A trigram of more names belongs to a template.
         """
         positions, groups = _find_repeated(self.trigrams, max_names)
         if not len(positions):
@@ -294,11 +294,10 @@ def copies_of(
 
     Args:
         skill_ids: Ids of skills. Ids outside the pool are ignored.
-        skills: The pool by skill id.
         clusters: CLUSTERS table of the pool.
 
     Returns:
-        Ids of the copies by skill id, for the skills that have copies.
+        Ids of the copies by skill id.
     """
     known_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
     cluster_of = read_clusters(clusters, known_ids)
@@ -323,7 +322,7 @@ def _similar_namesakes(
     ids_by_name: defaultdict[str, list[str]] = defaultdict(list)
     for skill_id, skill in skills.items():
         ids_by_name[name_key(skill.name)].append(skill_id)
-    ids_by_name[""] = []  # skills without a name
+    ids_by_name[""] = []  # no name, no namesakes
 
     trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
     similar_ids: dict[str, list[str]] = {}
@@ -351,7 +350,7 @@ def near_duplicate_clusters(
     sets = trigram_sets(skills, max_names, workers)
     lowest_positions = link_near_duplicates(sets, threshold, workers)
     skill_ids = [skill.skill_id for skill in skills]
-    numbers: dict[int, int] = {}  # of clusters, by lowest position
+    numbers: dict[int, int] = {}  # number of a cluster by lowest position
     clusters: dict[str, int] = {}
     for skill_id, lowest in sorted(zip(skill_ids, lowest_positions, strict=True)):
         clusters[skill_id] = numbers.setdefault(lowest, len(numbers))
@@ -374,10 +373,10 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
     for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
         if not len(sets[position]):
             continue  # all empty sets have equal sketches
-        for other in cast("list[int]", lsh.query(sketch)):
-            is_linked = linked.connected(position, other)
-            if not is_linked and jaccard(sets[position], sets[other]) >= threshold:
-                linked.merge(position, other)
+        for proposed in cast("list[int]", lsh.query(sketch)):
+            is_linked = linked.connected(position, proposed)
+            if not is_linked and jaccard(sets[position], sets[proposed]) >= threshold:
+                linked.merge(position, proposed)
         lsh.insert(position, sketch)
     return _lowest_positions(linked.subsets())
 

@@ -107,7 +107,9 @@ class Queries(Stage):
             if not file.exists():
                 pattern = str(file.relative_to(file.anchor))
                 matches = sorted(Path(file.anchor).glob(pattern))
-            expanded += matches or [file]
+            if not matches:
+                matches = [file]
+            expanded += matches
         return tuple(expanded)
 
     def run(self, out: Path) -> Summary:
@@ -256,10 +258,10 @@ class _QueryReader:
             self._add_new(judged, has_own_id=bool(row_id))
 
     def _add_new(self, judged: JudgedQuery, has_own_id: bool) -> None:
-        """Add a query, or drop it as a repetition if its id was made from its content.
+        """Add a query, or drop it if it repeats an earlier query.
 
         Raises:
-            SkilltrainError: The query has the id of an earlier query.
+            SkilltrainError: The query has its own id, and an earlier query has the same id.
         """
         query, _, where = judged
         earlier = self.queries.setdefault(query.query_id, judged)

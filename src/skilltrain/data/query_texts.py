@@ -108,7 +108,8 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
         return {}
     words: list[str] = []
     trigrams: list[tuple[str, ...]] = []
-    for text in sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]:
+    sample = sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]
+    for text in sample:
         query_words = words_of(text)
         words += query_words
         trigrams += zip(query_words, query_words[1:], query_words[2:], strict=False)
@@ -153,10 +154,10 @@ def names_skill(query: str, name: str) -> bool:
         return bool(name.strip()) and name.strip() in query
     words = words_of(query)
     joined_query = "".join(words)
-    word_starts = list(accumulate(map(len, words), initial=0))
-    for start in word_starts:
+    word_ends = list(accumulate(map(len, words), initial=0))  # with the start of the query
+    for start in word_ends:
         end = start + len(joined_name)
-        if joined_query.startswith(joined_name, start) and end in word_starts:
+        if joined_query.startswith(joined_name, start) and end in word_ends:
             return True
     return False
 
@@ -169,7 +170,7 @@ def without_name(text: str, name: str, mark: str = "") -> str:
     words = words_of(name)
     if not words:
         return text
-    units = list(words[0]) if len(words) == 1 else words
+    units = list(words[0]) if len(words) == 1 else words  # letters of one word
     pattern = r"[\W_]*".join(map(re.escape, units))
     start = _NO_LETTER_BEFORE if _IS_LATIN.match(words[0]) else ""
     end = _NO_LETTER_AFTER if _IS_LATIN.match(words[-1]) else ""

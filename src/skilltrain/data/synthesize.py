@@ -338,7 +338,8 @@ def _from_own_text(
     """
     pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts_by_skill: dict[str, list[str]] = {}
-    for skill_id in dict.fromkeys(query.skill_id for query in planned):
+    skill_ids = dict.fromkeys(query.skill_id for query in planned)  # without repetitions
+    for skill_id in skill_ids:
         texts, remaining_skill = own_queries(
             pool[skill_id], config.num_queries_per_skill, config.seed
         )
@@ -356,7 +357,7 @@ def _assign_texts(
     planned: Sequence[PlannedQuery], texts_by_skill: Mapping[str, Sequence[str]]
 ) -> Outcome[PlannedQuery, str]:
     """Give each planned query a text of its skill, and drop queries that get none."""
-    owners = _owners_by_text(texts_by_skill)
+    owners_by_text = _owners_by_text(texts_by_skill)
     values: list[tuple[PlannedQuery, str]] = []
     dropped: list[Dropped] = []
     for query in planned:
@@ -367,7 +368,8 @@ def _assign_texts(
             dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
             continue
         text = texts[query.number - 1]
-        other_ids = [owner for owner in owners[text.casefold()] if owner != skill_id]
+        owners = owners_by_text[text.casefold()]
+        other_ids = [owner for owner in owners if owner != skill_id]
         if other_ids:
             reason = "another skill has the same passage"
             dropped.append(
