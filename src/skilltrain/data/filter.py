@@ -224,13 +224,13 @@ def find_false_negatives(
     for layer in layers:
         pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
         values = layer.check(pool, pairs)  # [pair], NaN: keep
-        hits = np.flatnonzero(~np.isnan(values))  # positions in `pairs`
+        hits = np.flatnonzero(~np.isnan(values))
         rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
-        for row, hit in zip(rows.tolist(), hits[first_hits].tolist(), strict=True):
-            pair = pairs[hit]
-            value = float(values[hit])
+        hits = hits[first_hits]  # one per row
+        for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
+            row = int(pair["row"])
             dropped_by_row[row] = Dropped(
-                query_ids[pair["query"]],
+                query_ids[int(pair["query"])],
                 pool.skills[pair["skill"]].skill_id,
                 layer.name,
                 layer.reason.format(value=value, layer=layer),

@@ -337,7 +337,14 @@ class RankWindowLayer(FilterLayer):
         Returns:
             The rank of each candidate outside its window; NaN for all other candidates.
         """
-        self._check_sources(set(pool.sources))
+        present = set(pool.sources)
+        unknown = sorted(self.ranks.keys() - present)
+        if unknown:
+            problem = f"no candidate is of source '{unknown[0]}'"
+            fix = f"sources: {', '.join(sorted(present))}"
+            where = "layers.rank_window.ranks"
+            raise SkilltrainError("unknown-source", problem, where=where, fix=fix)
+
         sources = np.array(pool.sources, dtype=object)[pairs["row"]]  # [pair]
         ranks = pairs["rank"]  # [pair]
         is_outside = np.zeros(len(pairs), dtype=bool)
@@ -347,13 +354,3 @@ class RankWindowLayer(FilterLayer):
                 is_beyond |= ranks > last
             is_outside |= is_beyond & (sources == source)
         return np.where(is_outside, ranks, np.nan)
-
-    def _check_sources(self, sources: set[str]) -> None:
-        """Raise SkilltrainError if a source of the setting `ranks` has no candidate."""
-        unknown = sorted(self.ranks.keys() - sources)
-        if unknown:
-            problem = f"no candidate is of source '{unknown[0]}'"
-            fix = f"sources: {', '.join(sorted(sources))}"
-            raise SkilltrainError(
-                "unknown-source", problem, where="layers.rank_window.ranks", fix=fix
-            )

@@ -322,7 +322,6 @@ def build_list(
         ranked_golds = [mined for mined in candidates if mined.skill_id in judged.positives]
         ranking = sorted(ranked_golds + mined_negatives, key=_rank_key)
         return ranking[: config.list_size]
-
     fixed = golds + judged_negatives[: quotas.get(JUDGED, 0)]
     return _fill_list(fixed, candidates, mined_negatives, config.list_size)
 

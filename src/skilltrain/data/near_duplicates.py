@@ -243,30 +243,18 @@ class Clusters(Stage):
         rows = [{"skill_id": skill_id, "cluster": number} for skill_id, number in clusters.items()]
         write_table(rows, CLUSTERS, out)
 
+        lowest_ids: dict[int, str] = {}  # by cluster
+        for skill_id, cluster in clusters.items():
+            lowest_ids.setdefault(cluster, skill_id)
         sizes = Counter(clusters.values())
+        largest = {lowest_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1}
         shared_sizes = [size for size in sizes.values() if size > 1]
         return {
             "num_skills": len(skills),
             "num_clusters": len(shared_sizes),
             "num_skills_in_clusters": sum(shared_sizes),
-            "largest": _largest_clusters(clusters, sizes),
+            "largest": largest,
         }
-
-
-def _largest_clusters(clusters: Mapping[str, int], sizes: Counter[int]) -> dict[str, int]:
-    """Return the sizes of the five largest clusters, without clusters of one skill.
-
-    Args:
-        clusters: Cluster by skill id, in order of skill id.
-        sizes: Number of skills by cluster.
-
-    Returns:
-        Size of the cluster by its lowest skill id.
-    """
-    lowest_ids: dict[int, str] = {}  # by cluster
-    for skill_id, cluster in clusters.items():
-        lowest_ids.setdefault(cluster, skill_id)
-    return {lowest_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1}
 
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:

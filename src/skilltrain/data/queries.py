@@ -231,7 +231,10 @@ class _QueryReader:
         self.dropped: list[Dropped] = []
         self._config = config
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
-        self._kept_ids = _kept_ids(config.pool)
+        dropped_file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
+        rows = read_table(dropped_file, DROPPED).to_pylist() if dropped_file.is_file() else []
+        duplicates = [row for row in rows if row["filter"] == "duplicate"]
+        self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
     def add(self, values: dict[str, Any], path: Path, where: str) -> None:
         """Add the query of a row with its judgements, or drop the query.
@@ -367,15 +370,6 @@ class _QueryReader:
     def _drop(self, query: Query, skill_id: str, code: str, reason: str) -> None:
         """Record why a judgement is left out, or with `_NO_SKILL` why the whole query is."""
         self.dropped.append(Dropped(query.query_id, skill_id, code, reason))
-
-
-def _kept_ids(pool: Path) -> dict[str, str]:
-    """Return the id of the skill that the pool keeps for each duplicate, by id of the duplicate."""
-    dropped_file = table_path(pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
-    if not dropped_file.is_file():
-        return {}
-    rows = read_table(dropped_file, DROPPED).to_pylist()
-    return {row["skill_id"]: row["other_id"] for row in rows if row["filter"] == "duplicate"}
 
 
 def _validate_row(values: dict[str, Any], where: str) -> QueryRow:
