@@ -8,7 +8,8 @@ A comment stands above each paragraph, list or table with figures:
     <!-- figures: SkillRouter, table 1 -->      another source, named in words
     <!-- figures: setting -->                   a default or a limit of the program
 
-One comment may name several result files, separated by commas.
+One comment may name several result files, separated by commas. A comment
+`<!-- figures on this page: ... -->` is for all blocks of a page without one of their own.
 """
 
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks"
 MARKER = re.compile(r"<!-- figures: (.+?) -->")
+PAGE_MARKER = re.compile(r"<!-- figures on this page: (.+?) -->")
 FENCED_BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`[^`\n]*`")
 LINK_TARGET = re.compile(r"\]\([^)]*\)")
@@ -41,8 +43,10 @@ def find_faults(text: str, results: Path = RESULTS) -> list[str]:
         results: Folder that contains `results/`.
     """
     faults = []
-    source = None
-    for block in blocks_of(text):
+    page_marker = PAGE_MARKER.search(text)
+    page_source = page_marker[1] if page_marker else None
+    source = page_source
+    for block in blocks_of(PAGE_MARKER.sub("", text)):
         marker = MARKER.search(block)
         prose = MARKER.sub("", block).strip()
         if marker is not None:
@@ -51,7 +55,7 @@ def find_faults(text: str, results: Path = RESULTS) -> list[str]:
         if prose and figures:
             faults += faults_of(prose, figures, source, results)
         if prose:
-            source = None
+            source = page_source
     return faults
 
 
