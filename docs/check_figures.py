@@ -24,8 +24,9 @@ FENCED_BLOCK = re.compile(r"^( *)```.*?^\1```", re.MULTILINE | re.DOTALL)
 INLINE_CODE = re.compile(r"`[^`\n]*`")
 LINK_TARGET = re.compile(r"\]\([^)]*\)")
 UNITS = r"(?:GB|GiB|MB|MiB|KB|ms|s|seconds?|min|minutes?|hours?|tokens/s)\b"
-# A score, a count of measurements, a p-value, a share, or an amount with a unit.
-FIGURE = re.compile(rf"[<>]?-?\d*\.\d{{2,}}|\bn = [\d,]+|\bp [=<] \.\d+|\d[\d.,]*\s?%|\d[\d.,]*\s{UNITS}")
+# A score, a count of measurements, a p-value, a share (but the level of an interval), or an amount
+# with a unit.
+FIGURE = re.compile(rf"[<>]?-?\d*\.\d{{2,}}|\bn = [\d,]+|\bp [=<] \.\d+|\b(?!95\s?%)\d[\d.,]*\s?%|\d[\d.,]*\s{UNITS}")
 NUMBER = re.compile(r"\d[\d,]*\.?\d*|\.\d+")
 
 
