@@ -52,7 +52,7 @@ def code_in(markdown: str) -> str:
 def test_metadata_names_existing_files():
     assert PROJECT["version"] == skilltrain.__version__
     assert f"## [{skilltrain.__version__}]" in read("CHANGELOG.md")
-    for name in (PROJECT["readme"], *PROJECT["license-files"]):
+    for name in PROJECT["license-files"]:
         assert (ROOT / name).is_file(), name
     assert Version("3.11.4") in Requirement(f"python{PROJECT['requires-python']}").specifier
 
