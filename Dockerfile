@@ -4,7 +4,7 @@
 # torch's CPU build, a fifth of the size, lies in an index of PyTorch's own, whose address its site names:
 #   docker build --target cpu --build-arg TORCH_INDEX=THAT_ADDRESS -t skilltrain-cpu .
 # No test builds this file, because neither our machines nor CI have Docker.
-# Give ./runs to the user 1000 before you mount it. To serve from a container, see docs/serving.md.
+# Give ./runs to the user 1000 before you mount it. To serve from a container, see docs/guides/serve.md.
 # The torch of the default index brings its own CUDA libraries, so the slim base needs no more than the host's GPU
 # runtime. A base with a compiler is for DeepSpeed's kernels; it must hold Python 3.11.4 or newer as python3, with venv:
 #   docker build --target cuda --build-arg BASE=YOUR_CUDA_IMAGE --build-arg EXTRAS=quickstart,deepspeed -t skilltrain .

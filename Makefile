@@ -13,10 +13,10 @@ export HF_HUB_OFFLINE := 1
 export TOKENIZERS_PARALLELISM := false
 export DS_BUILD_OPS := 0
 
-.PHONY: help install test lint format quickstart tiny clean
+.PHONY: help install test lint format docs check-docs quickstart tiny clean
 
 help: ## this list
-	@sed -n 's/^\([a-z]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 install: $(INSTALLED) ## set up .venv with everything pinned in constraints.txt (once)
 
@@ -45,6 +45,13 @@ lint: $(INSTALLED) ## ruff (rules and format), deptry and pyright, changing noth
 format: $(INSTALLED) ## apply ruff's fixes and format
 	@$(BIN)/ruff check --fix
 	@$(BIN)/ruff format
+
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: $(INSTALLED) ## build the documentation into site/; a broken link is an error
+	@$(BIN)/mkdocs build --quiet --strict
+
+check-docs: $(INSTALLED) ## check that each figure of README and docs/ says where it comes from
+	@$(BIN)/python docs/check_figures.py
 
 quickstart: export PATH := $(CURDIR)/$(BIN):$(PATH)
 quickstart: $(INSTALLED) ## every stage on the example skills, on a CPU

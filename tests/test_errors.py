@@ -1,4 +1,4 @@
-"""Every error has a code, and docs/errors.md explains every code."""
+"""Every error has a code, and docs/reference/errors.md explains every code."""
 
 import ast
 import pickle
@@ -74,7 +74,7 @@ def codes_of_source() -> set[str]:
 
 
 def codes_of_page() -> list[str]:
-    return ROW.findall((ROOT / "docs" / "errors.md").read_text(encoding="utf-8"))
+    return ROW.findall((ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"))
 
 
 def test_the_page_explains_every_code():

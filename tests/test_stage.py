@@ -189,9 +189,8 @@ def test_stage_says_what_comes_next(name: str):
         assert "--help" in succeeds(*command.split(), "--help").out
 
 
-def test_page_of_stages_is_current():
-    page = runpy.run_path(str(ROOT / "docs" / "write_stages.py"))["page"]()
+def test_generated_pages_are_current():
+    pages = runpy.run_path(str(ROOT / "docs" / "write_reference.py"))["pages"]()
 
-    assert (ROOT / "docs" / "stages.md").read_text(encoding="utf-8") == page, (
-        "run: python docs/write_stages.py"
-    )
+    for path, text in pages.items():
+        assert path.read_text(encoding="utf-8") == text, "run: python docs/write_reference.py"

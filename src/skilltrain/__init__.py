@@ -1,7 +1,7 @@
 """skilltrain fine-tunes the encoder and the reranker that route an agent's task to the right skill.
 
-The names below are the Python API. docs/routing.md has examples. A name is imported when it is
-first used, because the import of torch takes seconds.
+The names below are the Python API. docs/guides/python.md has examples. A name is imported when it
+is first used, because the import of torch takes seconds.
 """
 
 import importlib

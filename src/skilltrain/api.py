@@ -3,12 +3,9 @@
 Like a command, a function that runs a stage writes a folder with the recipe and the fingerprints of
 the inputs. It does nothing if the folder already holds the same run. All functions raise
 SkilltrainError for wrong arguments.
-
-A table is a DataFrame, a `datasets.Dataset` or a list of dicts.
 """
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,7 +42,8 @@ def build_lists(
 
     Args:
         pool: Output folder of the stage `pool`.
-        queries: Folder of the stage `queries`, or a table with `query` and `skill_ids`.
+        queries: Folder with the QUERIES and JUDGEMENTS tables; or a DataFrame, a
+            `datasets.Dataset` or a list of dicts with `query` and `skill_ids`.
         out: Folder for the outputs of all steps.
         encoder: Folder, Hub id or package of the model that mines.
         quotas: Number of negatives in a list, by their source.
@@ -53,12 +51,14 @@ def build_lists(
     Returns:
         Folder of the lists, inside `out`.
 
-    >>> row = {"query": "Join two PDF files", "skill_ids": ["pdf-merge"]}
-    >>> build_lists("runs/pool", [row], "runs/mine")
-    PosixPath('runs/mine/encoder_lists')
+    Examples:
+        >>> row = {"query": "Join two PDF files", "skill_ids": ["pdf-merge"]}
+        >>> build_lists("runs/pool", [row], "runs/mine")
+        PosixPath('runs/mine/encoder_lists')
     """
     out = path_of(out, "out")
 
+    # Write the tables of queries that are given as rows.
     if not isinstance(queries, Path | str):
         file = _file_of(queries, "queries", out)
         queries = out / "queries"
@@ -80,8 +80,9 @@ def run(recipe: "Recipe", *settings: str, resume: bool = False) -> dict[str, Any
         settings: Overrides of the form `key=value`.
         resume: Whether to resume an unfinished training run.
 
-    >>> run({"stage": "pool", "sources": "my_skills", "out": "runs/pool"})["num_skills"]
-    176
+    Examples:
+        >>> run({"stage": "pool", "sources": "my_skills", "out": "runs/pool"})["num_skills"]
+        176
     """
     return run_stage(_stage_of(recipe, settings), resume)
 
@@ -92,8 +93,9 @@ def train(recipe: "Recipe", *settings: str, resume: bool = False) -> Path:
     Returns:
         Folder of the model, which sentence-transformers opens.
 
-    >>> train("recipes/tiny/sr_emb_minilm.yaml", "training.seed=7", "out=runs/seed7")
-    PosixPath('runs/seed7')
+    Examples:
+        >>> train("recipes/tiny/sr_emb_minilm.yaml", "training.seed=7", "out=runs/seed7")
+        PosixPath('runs/seed7')
     """
     stage = _stage_of(recipe, settings)
     if not isinstance(stage, TrainingStage):
@@ -110,11 +112,12 @@ def evaluate(recipe: "Recipe", *settings: str) -> dict[str, Any]:
     Returns:
         Content of metrics.json.
 
-    >>> systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
-    >>> folders = {"benchmark": "runs/queries", "pool": "runs/pool", "out": "runs/report"}
-    >>> recipe = {"stage": "evaluate", "systems": systems, **folders}
-    >>> evaluate(recipe)["systems"][0]["name"]
-    'bm25'
+    Examples:
+        >>> systems = [{"name": "bm25", "rankers": [{"kind": "lexical"}]}]
+        >>> folders = {"benchmark": "runs/queries", "pool": "runs/pool", "out": "runs/report"}
+        >>> recipe = {"stage": "evaluate", "systems": systems, **folders}
+        >>> evaluate(recipe)["systems"][0]["name"]
+        'bm25'
     """
     stage = _stage_of(recipe, settings)
     run_stage(stage)
@@ -128,15 +131,20 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
         skills: Folder, file, table or list of skills, as in `read_pool`. Skills that are no file
             are written to `out/skills.jsonl`.
         out: Folder to write.
-        queries: File of queries, or a list of files; or a table with `query` and `skill_ids`,
-            which is written to `out/queries.jsonl`. Without queries, they are made from the skills.
+        queries: File of queries, or a list of files; or a DataFrame, a `datasets.Dataset` or a list
+            of dicts with `query` and `skill_ids`, which is written to `out/queries.jsonl`. Without
+            queries, they are made from the skills.
         settings: Further settings of `FitConfig`.
 
     Returns:
         Summary with the cost and the metrics of the router.
 
-    >>> fit("my_skills", "runs/router")["num_skills"]
-    176
+    Raises:
+        SkilltrainError: An argument is wrong, or a step fails.
+
+    Examples:
+        >>> fit("my_skills", "runs/router")["num_skills"]
+        176
     """
     out = path_of(out, "out")
     is_list = isinstance(queries, list | tuple)
@@ -173,8 +181,9 @@ def route(task: str, skills: Any, rankers: Any, k: int = 5) -> "Answer":
         rankers: Rankers, as in `Router`.
         k: Number of skills.
 
-    >>> route("join two PDFs", "my_skills", "lexical").skills[0].name
-    'pdf-merge'
+    Examples:
+        >>> route("join two PDFs", "my_skills", "lexical").skills[0].name
+        'pdf-merge'
     """
     from skilltrain.serving.router import Router
 
@@ -186,30 +195,40 @@ def plan_task(
 ) -> "tuple[Plan, dict[str, tuple[Flag, ...]]]":
     """Split one task into steps, and find a skill for each step.
 
+    If the chat model is down, rules split the task, and a note in the plan says so. A step has no
+    skill if no skill reaches the threshold of the router's calibration.
+
+    Args:
+        config: Settings of the planner.
+        text: The task in plain words.
+        router: Router that finds the skills.
+
     Returns:
         The plan, and the safety flags of its flagged skills, by skill id.
+
+    Raises:
+        SkilltrainError: The task is empty.
     """
     from skilltrain.papers.skillweaver.planner import Planner
 
     if not text.strip():
         raise SkilltrainError("empty-text", "the task is empty")
+    flags: dict[str, tuple[Flag, ...]] = {}
+
+    def rank_skills(steps: Sequence[str], keep: int) -> list[Ranking]:
+        """Rank the `keep` best skills for each step, and remember their flags."""
+        rankings: list[Ranking] = []
+        for step in steps:
+            answer = router.route(step, keep)
+            skills = answer.skills if answer.fits else ()
+            flags.update((skill.skill_id, skill.flags) for skill in skills)
+            rankings.append([(skill.skill_id, skill.score) for skill in skills])
+        return rankings
+
     task = Query("task", text, kind="multi", origin="", split="")
-    skills = router.skills
-    [plan] = Planner(config, skills, partial(_rank_skills, router), lenient=True).plan([task])
-
+    plan = Planner(config, router.skills, rank_skills, lenient=True).plan([task])[0]
     planned_ids = [step.skill_id for step in plan.steps if step.skill_id]
-    flags_by_id = {skill_id: router.flags(skills[skill_id]) for skill_id in planned_ids}
-    return plan, {skill_id: flags for skill_id, flags in flags_by_id.items() if flags}
-
-
-def _rank_skills(router: "Router", steps: Sequence[str], keep: int) -> list[Ranking]:
-    """Rank the `keep` best skills for each step. A step that no skill fits has none."""
-    rankings: list[Ranking] = []
-    for step in steps:
-        answer = router.route(step, keep)
-        skills = answer.skills if answer.fits else ()
-        rankings.append([(skill.skill_id, skill.score) for skill in skills])
-    return rankings
+    return plan, {skill_id: flags[skill_id] for skill_id in planned_ids if flags.get(skill_id)}
 
 
 def export_model(
@@ -229,9 +248,13 @@ def export_model(
         checkpoint: `best` or `step-N`. None: the final model of the run.
         repo: Name on the Hub, for the model card.
         license_id: Licence of the model, for the model card.
-        report: Folder of an evaluation, for the results in the model card.
+        report: Folder of an evaluation of this run, for the results in the model card.
 
-    >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
+    Returns:
+        Summary of the export.
+
+    Examples:
+        >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
     """
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run

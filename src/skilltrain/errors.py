@@ -7,7 +7,7 @@ class SkilltrainError(Exception):
     """A fault in the user's input. The command line prints it as one line and exits with code 2.
 
     Attributes:
-        code: Kind of fault, for programs. `docs/errors.md` lists all codes.
+        code: Kind of fault, for programs. `docs/reference/errors.md` lists all codes.
         problem: What is wrong.
         where: The file, line, setting or address that is wrong. None: unknown.
         fix: What the user can do.

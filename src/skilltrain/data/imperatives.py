@@ -3,11 +3,6 @@
 "Use when the user wants to merge PDF files" and "This skill merges PDF files" both become "Merge
 PDF files". The words and patterns are in requests.yaml. Texts in other languages than English and
 Chinese make no request.
-
-Notes:
-- In a text about use, "Creating slides" is a task, while it may be a heading elsewhere. After "Use
-  when", other forms than -ing are nouns: "tests fail".
-- A list of imperatives is one request, if it is short.
 """
 
 import re
@@ -107,32 +102,36 @@ def _base_form(form: str) -> str:
 
 
 def passages_of(text: str, name: str, is_about_use: bool = False) -> Iterator[Passage]:
-    """Yield the parts of a skill's text that make a request, each with its request.
+    """Yield the parts of a text that make a request, each with its request.
+
+    The part "creating slides from a report" makes the request "Create slides from a report".
 
     Args:
-        name: Name of the skill.
-        is_about_use: Whether all sentences say when the skill is used.
+        text: Text of a skill.
+        name: Name of the skill. A request that contains the name is not yielded.
+        is_about_use: Whether all sentences say when the skill is used. "Creating slides" is a task
+            there, while it may be a heading elsewhere.
     """
     for sentence in sentences_of(text):
+        # Skip a list of key words, such as "Triggers: slides, deck".
         if pattern("trigger_list").match(sentence):
             continue
+        # A sentence that starts with "Use when", for example, is about use as well.
         expects_gerund = is_about_use or pattern("about_use").match(sentence) is not None
+        # Parts end at semicolons, colons, dashes and list numbers, and at "or" before a verb.
         for part in pattern("part_end").split(sentence):
+            request = _request_of(part, name, expects_gerund)
+            first_word = request.partition(" ")[0]
+            # Split the part into clauses at its verbs, but keep a part that is an imperative and
+            # not too long. "Read the log of a run and list its faults" is one request.
+            is_imperative = first_word != "" and part.lstrip(" -*•").startswith(first_word)
             clauses = [part]
-            if not _is_one_request(part, name, expects_gerund):
-                clauses = pattern("clause_end").split(part)[::2]  # without the separators
+            if not is_imperative or num_words(request) > MAX_WORDS:
+                clauses = pattern("clause_end").split(part)[::2]  # every second item is a separator
             for clause in clauses:
                 request = _request_of(clause, name, expects_gerund)
                 if MIN_WORDS <= num_words(request) <= MAX_WORDS:
                     yield Passage(clause, request)
-
-
-def _is_one_request(part: str, name: str, expects_gerund: bool) -> bool:
-    """Return whether a part is one request: "Read the log of a run and list its faults"."""
-    request = _request_of(part, name, expects_gerund)
-    first_word = request.partition(" ")[0]
-    is_imperative = first_word != "" and part.lstrip(" -*•").startswith(first_word)
-    return is_imperative and num_words(request) <= MAX_WORDS
 
 
 def sentences_of(text: str) -> list[str]:
@@ -192,27 +191,40 @@ def _without_lead(clause: str, name: str) -> str:
 
 
 def _as_imperative(text: str, expects_gerund: bool) -> str:
-    """Put the verbs of a clause into base form. Empty: the clause does not start with a verb.
+    """Put the verbs of a clause into base form.
+
+    "Creating slides and adding charts" becomes "create slides and add charts".
 
     Args:
-        expects_gerund: Whether a verb that is not in base form must have the -ing form.
+        text: Clause without words that lead to the verb, such as "Use when".
+        expects_gerund: Whether a verb that is not in base form must have the -ing form. After "Use
+            when", other forms are nouns: "tests fail".
+
+    Returns:
+        The clause with its verbs in base form; an empty text if it does not start with a verb.
     """
+    # Chinese verbs have only one form.
     if pattern("chinese_head").match(text):
         return text
+    # `head` matches a verb and the start of its object. `certain_verb` matches only words that are
+    # not also common nouns.
     head = pattern("head").match(text)
     if head is None or not pattern("certain_verb").match(text):
         return ""
-    verb = (head[1] or head[2]).lower()
+    verb = (head[1] or head[2]).lower()  # group 2: a phrasal verb
     base_form = _base_form(verb)
     if verb == base_form:
-        return text
+        return text  # the clause is an imperative already
+
+    # The verb must have the form that the clause expects: "creating" or "creates".
     ending = "ing" if expects_gerund else "s"
     if not verb.endswith(ending):
         return ""
 
     def in_base_form(match: re.Match[str]) -> str:
-        conjunction = match[1]
-        form = match[2].lower()
-        return conjunction + _base_form(form) if form.endswith(ending) else match[0]
+        """Return a conjunction and its verb, in base form if the first verb has the same form."""
+        form = match[2].lower()  # group 1: the conjunction; group 2: its verb
+        return match[1] + _base_form(form) if form.endswith(ending) else match[0]
 
+    # Change the first verb, then the verbs after a comma or a conjunction.
     return base_form + pattern("coordinated_verb").sub(in_base_form, text[len(verb) :])

@@ -2,12 +2,6 @@
 
 A query's value is its mean over the seeds. An interval therefore covers the choice of queries, and
 the standard deviation beside it the randomness of training.
-
-Notes:
-    - Seeds are the outer loop of a grid, so that an ablation that is stopped early has whole seeds.
-    - Each checkpoint is three times as large as the model, and a finished run needs none.
-    - A run's folder is named by a digest of its settings and plug-ins, so that cells share runs.
-    - Inputs of a step may be missing before the earlier steps of its variant have run.
 """
 
 import copy
@@ -120,17 +114,27 @@ class Cell:
 def read_grid(file: Path, overrides: Sequence[str]) -> tuple[AblationConfig, list[Cell]]:
     """Read a grid and resolve the settings of all its cells, without writing anything.
 
-    A variant that does not use the seed has one cell.
+    A cell is a variant with a seed. A variant that does not use the seed has one cell.
+
+    Args:
+        file: File of the grid.
+        overrides: Settings `key=value` that replace those of the file.
+
+    Returns:
+        The grid; its cells in the order in which they run.
 
     Raises:
         SkilltrainError: For any fault that can be known before work begins.
     """
     grid = validate(AblationConfig, load_recipe(file, overrides), file)
     cells = []
+    # Seeds are the outer loop. An ablation that is stopped early then has all variants of a seed.
     for seed, variant in itertools.product(grid.seeds, grid.variants):
         cell = Cell(variant, seed, _resolve_runs(grid, variant, seed))
+        # The name of a folder is a hash of the settings. If a variant does not use the seed, its
+        # evaluations have the same folders for all seeds, and the first cell is enough.
         earlier_folders = [earlier.evaluations for earlier in cells if earlier.variant == variant]
-        if cell.evaluations not in earlier_folders:  # the variant uses the seed
+        if cell.evaluations not in earlier_folders:
             cells.append(cell)
     _check_evaluations(grid, cells)
     return grid, cells
@@ -168,54 +172,55 @@ class _RunResolver:
     def __init__(self, grid: AblationConfig, variant: str, seed: int) -> None:
         self.where = f"variant '{variant}'"
         self.recipes = _variant_recipes(grid, variant)
-        self.runs = {}
+        self.runs: dict[str, Any] = {}
         self._runs_folder = grid.out / "steps" if grid.runs is None else grid.runs
-        self._begun_steps = set()
-        self._values = {}  # of the references that are resolved, by name
+        self._begun_steps: set[str] = set()
+        self._values: dict[str, Any] = {}  # of the references that are resolved, by name
         if _SEED not in self.recipes:  # a step may have the name `seed`
             self._values[_SEED] = seed
 
     def value_of(self, name: str) -> Any:
         """Return the value of a reference `{NAME}`: the seed, or the folder of a step.
 
-        If the run of the step is not resolved yet, it is resolved and added to `runs`.
+        `{seed}` is the seed, and `{train}` is the folder of the step `train`. If the run of the
+        step is not resolved yet, it is resolved and added to `runs`.
+
+        Args:
+            name: Name in the braces: `seed`, or a step.
         """
+        # `_values` holds the seed, and the folders of the steps that are resolved.
         if name in self._values:
             return self._values[name]
         if name not in self.recipes:
             problem = f"'{{{name}}}' is no step"
             fix = f"steps: {', '.join(self.recipes)}; plain braces are written {{{{ }}}}"
             raise SkilltrainError("invalid-ablation", problem, where=self.where, fix=fix)
+        where = f"step '{name}' of {self.where}"
 
-        config = self._read_settings(name, f"step '{name}' of {self.where}")
-        folder = self._runs_folder / f"{name}-{_settings_digest(config)}"
-        self.runs[name] = config.model_copy(update={"out": folder})
-        self._values[name] = folder
-        return folder
-
-    def _read_settings(self, name: str, where: str) -> Any:
-        """Return the settings of a step, after the steps that it reads are resolved.
-
-        The folder `out` is provisional, because its final name holds a digest of the settings.
-        """
+        # If the step is begun and has no folder yet, this call comes from a step that it reads.
         if name in self._begun_steps:
             problem = "depends on itself: a step that it reads needs its folder"
             raise SkilltrainError("invalid-ablation", problem, where=where)
         self._begun_steps.add(name)
 
+        # Fill in the references of this step, by calls of `value_of` for the steps that it reads.
+        # The folder is provisional: its final name needs the complete settings.
         recipe = _fill(self.recipes[name], self.value_of)
         config = parse_recipe(recipe | {"out": str(self._runs_folder / name)}, where)
+
+        # Inputs may be missing if they are folders of earlier runs, which are not made yet.
         earlier_folders = [run.out for run in self.runs.values()]
         check_inputs(config, pending=earlier_folders)
-        return config
 
-
-def _settings_digest(config: Any) -> str:
-    """Return a digest of the settings and plug-ins that decide the results of a run."""
-    identity = comparable_identity({"recipe": config.model_dump(mode="json")})
-    identity["plugins"] = plugin_fingerprints(config)
-    text = json.dumps(identity, sort_keys=True)
-    return sha256(text.encode()).hexdigest()[:12]
+        # Name the folder by a digest of the settings and plug-ins that decide the results. So cells
+        # with equal settings share the folder and its run.
+        identity = comparable_identity({"recipe": config.model_dump(mode="json")})
+        identity["plugins"] = plugin_fingerprints(config)
+        digest = sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
+        folder = self._runs_folder / f"{name}-{digest[:12]}"
+        self.runs[name] = config.model_copy(update={"out": folder})
+        self._values[name] = folder
+        return folder
 
 
 def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
@@ -258,7 +263,8 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
         SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`.
             A step has different queries or measures in two variants.
     """
-    first_data_by_step = {}  # of the first variant
+    # (benchmark, split, measures) of each step, as the first variant has them
+    data_by_step: dict[str, Any] = {}
     for cell in cells:
         for step in cell.evaluations:
             config = cell.runs[step]
@@ -267,7 +273,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             _check_evaluation(config.num_systems, measures, grid.compare, where)
 
             data = (config.benchmark, config.split, measures)
-            if data != first_data_by_step.setdefault(step, data):
+            if data_by_step.setdefault(step, data) != data:
                 problem = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
                 raise SkilltrainError("invalid-ablation", problem, where=where, fix=fix)
@@ -302,18 +308,36 @@ def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
 def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     """Run all cells of a grid, and write ablation.json, ablation.md and ablation.html.
 
-    Finished runs are kept. A cell that fails does not stop the others.
+    A cell is a variant with a seed. Finished runs are kept. A training run that was stopped
+    continues from its newest checkpoint. A cell that fails does not stop the others.
+
+    Args:
+        file: File of the grid.
+        overrides: Settings `key=value` that replace those of the file.
+
+    Returns:
+        Summary: the output folder, and the number of cells.
 
     Raises:
-        SkilltrainError: The file has a fault, or a cell failed.
+        SkilltrainError: Before any work for a fault in the file. After the tables are written if a
+            cell failed.
     """
+    # `accelerate launch` would run the whole ablation in each of its processes.
     if launched_ranks() > 1:
         fix = "leave accelerate launch out"
         raise SkilltrainError("one-process", "an ablation runs in one process", where=file, fix=fix)
     grid, cells = read_grid(file, overrides)
-    errors = _run_cells(cells)
-    _write_results(make_results(grid, cells, errors), grid.out)
+    errors = _run_cells(cells)  # error by name of the cell
 
+    # Write the tables even if cells failed. A failed cell has its error in them.
+    results = make_results(grid, cells, errors)
+    document = markdown("ablation", **results)
+    write_json(grid.out / "ablation.json", to_jsonable_python(results))
+    write_text(grid.out / "ablation.md", document)
+    write_text(grid.out / "ablation.html", results_page(results))
+    say(document)
+
+    # Report the first error as an example.
     if errors:
         cell, error = next(iter(errors.items()))
         problem = f"{len(errors)} of {len(cells)} cells failed, first {cell}: {error}"
@@ -322,28 +346,28 @@ def run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
     return {"out": str(grid.out), "num_cells": len(cells)}
 
 
-def _write_results(results: Mapping[str, Any], folder: Path) -> None:
-    """Write the results as JSON, Markdown and HTML, and print the Markdown."""
-    document = markdown("ablation", **results)
-    write_json(folder / "ablation.json", to_jsonable_python(results))
-    write_text(folder / "ablation.md", document)
-    write_text(folder / "ablation.html", results_page(results))
-    say(document)
-
-
 def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
-    """Run all cells, and return the one-line error of each cell that failed.
+    """Run all cells, and return the errors of the cells that failed.
 
-    A run that cells share is run once. If it fails, it is not tried again for another cell.
+    A run that several cells share is run once. If it fails, it is not tried again.
+
+    Args:
+        cells: Variants with a seed. Each has a run, with a folder, for each of its steps.
+
+    Returns:
+        One-line error by name of the cell, for each cell that failed.
     """
-    error_by_folder = {}  # "" for success
+    # Error of each run that was tried, by the run's folder; "" for a run that did not fail. Cells
+    # that share a run have the same folder.
+    run_errors: dict[Path, str] = {}
     cell_errors = {}
     with progress("cells", len(cells)) as show:
         for number, cell in enumerate(cells, 1):
             for step, config in cell.runs.items():
-                if config.out not in error_by_folder:
-                    error_by_folder[config.out] = _run_step(step, config)
-                error = error_by_folder[config.out]
+                if config.out not in run_errors:
+                    run_errors[config.out] = _run_step(step, config)
+                error = run_errors[config.out]
+                # The later steps of the cell read the result of this step, so leave them out.
                 if error:
                     cell_errors[str(cell)] = error
                     say(f"cell ({cell}) failed: {error}")
@@ -353,40 +377,51 @@ def _run_cells(cells: Sequence[Cell]) -> dict[str, str]:
 
 
 def _run_step(step: str, config: Any) -> str:
-    """Run one stage of an ablation, and return its error in one line, or "" without an error.
+    """Run one stage of an ablation, and return its error instead of raising it.
 
-    A training run that was stopped continues from its newest checkpoint.
+    So a failed step does not end the other cells. A training run that was stopped continues from
+    its newest checkpoint.
+
+    Args:
+        step: Name of the step in the grid, for the error.
+        config: Settings of the stage, with its output folder `out`.
+
+    Returns:
+        Error in one line; "" if the step did not fail.
 
     Raises:
-        StoppedError: A signal stops the step.
+        StoppedError: A signal stops the step, and with it the whole ablation.
     """
+    import torch
+    from accelerate.state import AcceleratorState
+
     try:
-        run_stage(config, resume=None)  # None: resume from a checkpoint
+        # resume=None continues from a checkpoint if there is any, and else starts anew.
+        run_stage(config, resume=None)
     except StoppedError as error:
-        error.where = config.out
-        error.fix = "run the same command to go on"
-        raise
+        fix = "run the same command to go on"
+        raise StoppedError(
+            error.code, error.problem, where=config.out, fix=fix, number=error.number
+        ) from error
     except SkilltrainError as error:
         return f"step {step}: {error}"
     except Exception as error:
+        # An unexpected error is probably a bug, so print the whole traceback.
         say(traceback.format_exc())
         first_line, _, _ = str(error).partition("\n")
         return f"step {step}: {type(error).__name__}: {first_line}"
     finally:
-        _free_memory()
+        # accelerate keeps its state in this class. Reset the state, so that the next training run
+        # of this process can have other settings. Then free the memory of this run.
+        AcceleratorState._reset_state(reset_partial_state=True)
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    # Delete the checkpoints, because a finished run does not need them. A checkpoint also holds the
+    # optimiser's state, and is three times as large as the model.
     shutil.rmtree(config.out / CHECKPOINTS, ignore_errors=True)
     return ""
-
-
-def _free_memory() -> None:
-    """Free the memory of a training run, and let the next run set accelerate up anew."""
-    import torch
-    from accelerate.state import AcceleratorState
-
-    AcceleratorState._reset_state(reset_partial_state=True)
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def make_results(
@@ -397,33 +432,34 @@ def make_results(
     Args:
         grid: Settings.
         cells: All cells.
-        errors: Error by the name of a cell that failed. The tables leave out these cells.
+        errors: Error by the name of a cell, for cells that failed. The tables leave out these
+            cells.
     """
     finished = [cell for cell in cells if str(cell) not in errors]
     steps = finished[0].evaluations if finished else {}
     tables = [_table(grid, step, finished) for step in steps]
-    _correct_differences(tables)
+
+    # Holm's correction is over the differences of all tables together. Afterwards each table gets
+    # its own differences back, which are still in the order of the tables.
+    corrected = with_holm(_all_differences(tables))
+    start = 0
+    for table in tables:
+        end = start + len(table["differences"])
+        table["differences"] = list(corrected[start:end])
+        start = end
+
+    rows = []
+    for cell in cells:
+        recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
+        row = {"variant": cell.variant, "seed": cell.seed, "error": errors.get(str(cell))}
+        rows.append(row | {"recipes": recipes})
     about = grid.model_dump(include={"ablation", "claim", "baseline"})
     return about | {
         "version": __version__,
         "max_exact": MAX_EXACT,
         "tables": tables,
-        "cells": [_cell_row(cell, errors.get(str(cell))) for cell in cells],
+        "cells": rows,
     }
-
-
-def _cell_row(cell: Cell, error: str | None) -> Row:
-    """Return the row of a cell, with the recipe file of each of its runs."""
-    recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
-    return {"variant": cell.variant, "seed": cell.seed, "error": error, "recipes": recipes}
-
-
-def _correct_differences(tables: Sequence[Row]) -> None:
-    """Apply Holm's correction to the differences of all tables together, in place."""
-    corrected = iter(with_holm(_all_differences(tables)))
-    for table in tables:
-        num_differences = len(table["differences"])
-        table["differences"] = list(itertools.islice(corrected, num_differences))
 
 
 def _all_differences(tables: Sequence[Row]) -> list[Comparison]:
@@ -444,20 +480,45 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     Args:
         grid: Settings.
         step: Name of the evaluation.
-        cells: Cells that did not fail. All have the same measures in this evaluation.
+        cells: Cells that did not fail.
+
+    Returns:
+        The table for ablation.json. In the row of a variant, `metrics` holds the mean of each
+        measure over queries, with its interval. If the variant ran with several seeds, `seed_sd`
+        holds the standard deviation (n − 1) of the seeds' means.
     """
-    measures = [str(measure) for measure in cells[0].runs[step].scored]
-    runs_by_variant = _read_runs(grid, step, cells, measures)
+    evaluation = cells[0].runs[step]  # all cells have the same measures here
+    measures = [str(measure) for measure in evaluation.scored]
+
+    # Read the scores of each variant. An evaluation that several cells share is read once.
+    runs_by_variant: dict[str, list[Scores]] = {}
+    for variant in grid.variants:
+        folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
+        if folders:
+            runs_by_variant[variant] = [
+                _read_scores(folder, measures) for folder in sorted(folders)
+            ]
+
+    # A variant counts as one system, with the mean over its seeds as the score of a query.
+    mean_scores = {variant: _mean_over_seeds(runs) for variant, runs in runs_by_variant.items()}
     systems = []
-    for variant, runs in runs_by_variant.items():
-        systems.append(SystemResult(variant, _mean_over_seeds(runs), rankings={}))
+    for variant, scores in mean_scores.items():
+        systems.append(SystemResult(variant, scores, rankings={}))
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
 
+    rows = []
+    for variant, runs in runs_by_variant.items():
+        row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
+        if len(runs) > 1:
+            row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
+        rows.append(row)
+
+    # Compare with the baseline, unless all its cells failed.
     pairs = []
-    if grid.baseline in runs_by_variant:  # not all its cells failed
-        pairs = [(grid.baseline, name) for name in runs_by_variant if name != grid.baseline]
-    rows = [_variant_row(name, runs, means[name]) for name, runs in runs_by_variant.items()]
+    if grid.baseline in runs_by_variant:
+        variants = [variant for variant in runs_by_variant if variant != grid.baseline]
+        pairs = [(grid.baseline, variant) for variant in variants]
     return {
         "evaluation": step,
         "num_queries": len(query_ids),
@@ -465,33 +526,6 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
         "variants": rows,
         "differences": compare(systems, pairs, grid.compare),
     }
-
-
-def _read_runs(
-    grid: AblationConfig, step: str, cells: Sequence[Cell], measures: Sequence[str]
-) -> dict[str, list[Scores]]:
-    """Return the scores of each run of an evaluation, by variant. A shared run is read once."""
-    runs_by_variant = {}
-    for variant in grid.variants:
-        folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
-        runs = [_read_scores(folder, measures) for folder in sorted(folders)]
-        if runs:
-            runs_by_variant[variant] = runs
-    return runs_by_variant
-
-
-def _variant_row(variant: str, runs: Sequence[Scores], means: Mapping[str, Any]) -> Row:
-    """Return the row of a variant in ablation.json.
-
-    Args:
-        variant: Name of the variant.
-        runs: Scores of each run.
-        means: Mean over queries by measure, with its interval.
-    """
-    row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means}
-    if len(runs) > 1:
-        row["seed_sd"] = {measure: _deviation(runs, measure) for measure in means}
-    return row
 
 
 def _read_scores(folder: Path, measures: Sequence[str]) -> Scores:

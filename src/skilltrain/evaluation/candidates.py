@@ -1,7 +1,7 @@
 """Stages `candidates` and `teacher`: write a system's rankings, or its scores of given lists."""
 
 import math
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
@@ -12,7 +12,7 @@ from pydantic import Field, field_validator
 from skilltrain.config import InputPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
-from skilltrain.records import Query, Skill
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.executor import OpenRankers, run_rankers
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
@@ -77,17 +77,29 @@ def estimate_ranking(
     """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
 
     Returns:
-        Counts. If servers take part, also `asked` (costs by system and ranker) and `dollars`
-        (their sum; None if a price is unknown).
+        Counts. If chat models or embeddings servers take part, also their costs by system and
+        ranker (`asked`), and the sum in dollars, which is None if a price is not known.
+
+    Raises:
+        SkilltrainError: A system cannot run.
     """
     check_systems(systems)
     counts = {"num_queries": len(queries), "num_skills": len(skills), "num_systems": len(systems)}
-    costs_by_system = {}
+    costs_by_system: dict[str, dict[str, Any]] = {}
     dollars = []
-    for system_name, ranker in _working_rankers(systems):
-        cost = ranker.dry_run(queries, skills)
-        if cost is not None:
-            costs = costs_by_system.setdefault(system_name, {})
+    counted_keys = set()  # a key is equal for rankers with the same model and settings
+    for system in systems:
+        for ranker in flatten_rankers(system.rankers):
+            # Systems share embeddings, but each of them asks its chat models anew.
+            if ranker.key in counted_keys and not ranker.asks_chat_model:
+                continue
+            counted_keys.add(ranker.key)
+            cost = ranker.dry_run(queries, skills)
+            if cost is None:
+                continue
+            costs = costs_by_system.setdefault(system.name, {})
+
+            # Append the position among the system's costs if the kind occurs again: `rerank 3`.
             name = ranker.kind
             if name in costs:
                 name += f" {len(costs) + 1}"
@@ -97,19 +109,6 @@ def estimate_ranking(
         return counts
     total = None if None in dollars else round(sum(dollars), 6)
     return counts | {"asked": costs_by_system, "dollars": total}
-
-
-def _working_rankers(systems: Sequence[SystemConfig]) -> Iterator[tuple[str, RankerConfig]]:
-    """Yield each ranker that does work of its own, with the name of its system.
-
-    Systems share embeddings, but each of them asks its chat models anew.
-    """
-    seen_keys = set()
-    for system in systems:
-        for ranker in flatten_rankers(system.rankers):
-            if ranker.asks_chat_model or ranker.key not in seen_keys:
-                seen_keys.add(ranker.key)
-                yield system.name, ranker
 
 
 class Teacher(Stage):
@@ -147,6 +146,12 @@ class Teacher(Stage):
     def run(self, out: Path) -> Summary:
         """Write the lists with scores, and return the range of the scores.
 
+        Rankers, the last of which is the teacher, score the skills of each list. A model can then
+        be trained to imitate these scores. The range helps to choose `teacher_temperature`.
+
+        Args:
+            out: Folder to write the lists to.
+
         Raises:
             SkilltrainError: A list has no query text, a skill is not in the pool, or a skill gets
                 no score.
@@ -156,33 +161,14 @@ class Teacher(Stage):
         lists = read_lists(self.lists)
         if not lists:
             raise SkilltrainError("no-list", "holds no list to score", where=self.lists)
+
+        # Check that all queries and skills of the lists are known.
         queries = {query.query_id: query for query in read_queries(self.lists)}
         skills = read_pool(self.pool)
-        self._check_ids(lists, queries, {skill.skill_id for skill in skills})
-
-        skill_ids_by_query = {row["query_id"]: row["skill_ids"] for row in lists}
-        list_queries = [queries[query_id] for query_id in skill_ids_by_query]
-        scores = member_scores(self.rankers, list_queries, skill_ids_by_query, skills)
-        rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
-        write_table(rows, LISTS, out)
-        for spec in (QUERIES, JUDGEMENTS):
-            write_table(read_table(self.lists, spec), spec, out)
-
-        all_scores = list(chain.from_iterable(scores.values()))
-        score = {
-            "min": round(min(all_scores), 4),
-            "mean": round(fmean(all_scores), 4),
-            "max": round(max(all_scores), 4),
-        }
-        return {"num_lists": len(lists), "num_pairs": len(all_scores), "score": score}
-
-    def _check_ids(
-        self, lists: Sequence[Mapping[str, Any]], query_ids: Container[str], pool_ids: set[str]
-    ) -> None:
-        """Check that all queries and skills of the lists are known."""
+        pool_ids = {skill.skill_id for skill in skills}
         unknown_ids = set()
         for row in lists:
-            if row["query_id"] not in query_ids:
+            if row["query_id"] not in queries:
                 problem = f"the list of query {row['query_id']!r} has no query text"
                 raise SkilltrainError("unknown-query", problem, where=self.lists)
             unknown_ids |= set(row["skill_ids"]) - pool_ids
@@ -194,6 +180,24 @@ class Teacher(Stage):
             fix = "give the pool that the lists were made from"
             raise SkilltrainError("unknown-skill", problem, where=self.pool, fix=fix)
 
+        # Score the skills of each list. `scores` has the query id as key.
+        skill_ids_by_query = {row["query_id"]: row["skill_ids"] for row in lists}
+        list_queries = [queries[query_id] for query_id in skill_ids_by_query]
+        scores = member_scores(self.rankers, list_queries, skill_ids_by_query, skills)
+        rows = [row | {"teacher_scores": scores[row["query_id"]]} for row in lists]
+        write_table(rows, LISTS, out)
+        # Copy the other two tables, so that the folder is complete for training.
+        for spec in (QUERIES, JUDGEMENTS):
+            write_table(read_table(self.lists, spec), spec, out)
+
+        all_scores = list(chain.from_iterable(scores.values()))
+        score = {
+            "min": round(min(all_scores), 4),
+            "mean": round(fmean(all_scores), 4),
+            "max": round(max(all_scores), 4),
+        }
+        return {"num_lists": len(lists), "num_pairs": len(all_scores), "score": score}
+
 
 def member_scores(
     rankers: Sequence[RankerConfig],
@@ -204,11 +208,18 @@ def member_scores(
     """Score given skills of each query with the last of several rankers.
 
     Args:
-        rankers: Rankers in order. None of them drops a skill.
+        rankers: Rankers in order. Each one ranks all given skills; none is dropped.
+        queries: Queries of `members`.
         members: Ids of the given skills by query id.
         skills: Skills of the pool.
+
+    Returns:
+        Scores by query id, in the order of the given skills.
+
+    Raises:
+        SkilltrainError: A skill gets no score, or a score that is no number.
     """
-    candidates = {}
+    candidates: Rankings = {}
     for query_id, skill_ids in members.items():
         candidates[query_id] = [(skill_id, 0.0) for skill_id in skill_ids]
     max_skills = max(map(len, members.values()))
@@ -218,22 +229,12 @@ def member_scores(
     scores = {}
     for query_id, skill_ids in members.items():
         score_by_id = dict(rankings[query_id])
-        where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
-        scores[query_id] = [_finite_score(skill_id, score_by_id, where) for skill_id in skill_ids]
+        for skill_id in skill_ids:
+            score = score_by_id.get(skill_id)
+            if score is None or not math.isfinite(score):
+                result = "no score" if score is None else score
+                problem = f"gave skill {skill_id!r} {result}, and a teacher must give a number"
+                where = f"ranker {len(rankers)}, {rankers[-1].kind}, query {query_id}"
+                raise SkilltrainError("not-a-number", problem, where=where)
+        scores[query_id] = [score_by_id[skill_id] for skill_id in skill_ids]
     return scores
-
-
-def _finite_score(skill_id: str, scores: Mapping[str, float], where: str) -> float:
-    """Return the score of a skill, and check that it is a number.
-
-    Args:
-        skill_id: The skill.
-        scores: Score by skill id.
-        where: Location that an error names.
-    """
-    score = scores.get(skill_id)
-    if score is None or not math.isfinite(score):
-        result = "no score" if score is None else score
-        problem = f"gave skill {skill_id!r} {result}, and a teacher must give a number"
-        raise SkilltrainError("not-a-number", problem, where=where)
-    return score

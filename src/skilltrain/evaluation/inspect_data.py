@@ -34,7 +34,6 @@ NUM_PER_CHECK = 20  # lists shown of each check, besides the sample
 NUM_PER_FILTER = 50  # dropped candidates shown of each filter
 _MAX_LANGUAGE_CHARS = 4000  # of a query that are read to detect its language
 _INPUTS = ("lists", "rankings", "queries", "pool", "clusters")  # settings that name earlier runs
-_STAGE_OUTPUTS = ("lists", "rankings")  # only stages write them, so a missing one is worth a note
 
 
 def _is_in_other_language(text: str, skill: Skill) -> bool:
@@ -91,13 +90,24 @@ def inspect_lists(
     """Write a page about the lists in a folder, and return its counts.
 
     Args:
-        out: File to write; None for `FOLDER.html` beside the folder.
-        pool: Pool instead of the recorded one.
-        max_lists: Number of lists in the sample.
+        lists: Folder of a stage that writes LISTS.
+        out: File to write; None for a file beside the folder, with its name and the suffix .html.
+        pool: Pool to use instead of the one that the record of the lists names.
+        max_lists: Number of lists to show. If there are more lists, a sample is shown.
+
+    Returns:
+        Counts and other facts by name:
+
+        - `page`: path of the page.
+        - `num_lists`, `num_lists_shown`: numbers of all lists and of the lists on the page.
+        - `num_drops_shown`: number of candidates on the page that the stage `filter` dropped.
+        - `worth_a_look`: by check, the number of queries whose list failed it.
+        - `missing`: a line for each input that was not found.
+
+    Raises:
+        SkilltrainError: `lists` holds no lists, `pool` no pool, or `out` is in the folder `lists`.
     """
-    folder = lists.resolve()
-    if not lists.is_dir():
-        folder = folder.parent
+    folder = lists.resolve() if lists.is_dir() else lists.resolve().parent
     page = folder.with_name(f"{folder.name}.html") if out is None else out
     _check_table(lists, LISTS)
     if pool is not None:
@@ -106,6 +116,7 @@ def inspect_lists(
         problem = "is inside the folder of the lists, and a page there would change this input"
         raise SkilltrainError("overwrites-input", problem, where=page, fix="set --out")
 
+    # Find the runs that made the lists, and the inputs of these runs.
     trail = follow_runs(folder)
     values = page_values(read_lists(lists), trail, pool, max_lists)
     write_text(page, html_page("lists", **values, trail=trail, short_body=SHORT_BODY))
@@ -126,40 +137,52 @@ def _check_table(path: Path, spec: TableSpec) -> None:
 
 
 def follow_runs(folder: Path) -> Trail:
-    """Follow the records of runs from the lists in `folder` back to the pool."""
+    """Follow the records of runs from training lists back to the pool.
+
+    Each run writes the recipe of its stage to its folder. The recipe names the folders that the run
+    read, which are outputs of earlier runs.
+
+    Args:
+        folder: Folder of the lists.
+
+    Returns:
+        The runs, newest first; the paths that they read; and a message for each missing record.
+    """
     trail = Trail(folder, runs=[], inputs={name: [] for name in _INPUTS}, missing=[])
     if not record_of(folder):
         trail.missing.append(f"{folder}: no record of its run ({RUN_FILE})")
 
-    folders = deque([folder])  # breadth first: newest runs first
+    # Visit the folders in the order in which they were found (breadth first). So a run comes before
+    # the runs whose outputs it read.
+    folders = deque([folder])
     while folders:
         current = folders.popleft()
         record = record_of(current)
-        visited_folders = [run.folder for run in trail.runs]
-        if not record or current in visited_folders:
+        # Skip a folder without a record, and a run that was visited by another way.
+        if not record or any(run.folder == current for run in trail.runs):
             continue
         recipe = record["recipe"]
         trail.runs.append(Run(str(recipe.get("stage")), current, recipe))
-        folders += _add_inputs(trail, recipe)
+
+        # Find the inputs of this run. Their folders are visited later.
+        for name in _INPUTS:
+            if not isinstance(recipe.get(name), str):
+                continue  # this stage does not have the setting
+            path = Path(recipe[name]).expanduser()
+            if not path.exists():
+                # All runs may have been moved together. Then the input and the lists have the
+                # same parent folder.
+                path = folder.parent / path.name
+            if path.exists():
+                path = path.resolve()
+                trail.inputs[name].append(path)
+                # An input may be a file. The record of its run is in the file's folder.
+                folders.append(path if path.is_dir() else path.parent)
+            elif name in ("lists", "rankings"):
+                # Only a stage writes these, so its record is missing. A pool or queries may come
+                # from elsewhere.
+                trail.missing.append(f"{name} of stage {recipe.get('stage')}: {recipe[name]}")
     return trail
-
-
-def _add_inputs(trail: Trail, recipe: Mapping[str, Any]) -> list[Path]:
-    """Add the inputs of a run to the trail, and return their folders."""
-    folders = []
-    for name in _INPUTS:
-        if not isinstance(recipe.get(name), str):
-            continue
-        path = Path(recipe[name]).expanduser()
-        if not path.exists():  # all runs may have moved together
-            path = trail.folder.parent / path.name
-        if path.exists():
-            path = path.resolve()
-            trail.inputs[name].append(path)
-            folders.append(path if path.is_dir() else path.parent)
-        elif name in _STAGE_OUTPUTS:
-            trail.missing.append(f"{name} of stage {recipe.get('stage')}: {recipe[name]}")
-    return folders
 
 
 def _read_rows(paths: Iterable[Path], spec: TableSpec) -> list[dict[str, Any]]:
@@ -197,7 +220,10 @@ def page_values(
 
     # Dropped rows by stage and filter. The stage `filter` drops candidates.
     drops = _read_drops(trail)
-    filter_drops = {name: dropped for (stage, name), dropped in drops.items() if stage == "filter"}
+    filter_drops: dict[str, list[Dropped]] = {}  # by filter
+    for (stage, filter_name), candidates in drops.items():
+        if stage == "filter":
+            filter_drops[filter_name] = candidates
     all_quotas = (run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas"))
 
     # Check every list.
@@ -301,16 +327,18 @@ def _check_lists(
     skills: Mapping[str, Skill],
     clusters: Mapping[str, int],
 ) -> dict[str, dict[str, set[str]]]:
-    """Check all lists, and return the skills that fail a check.
+    """Check all lists.
 
     Args:
-        texts: Text of each query by its id; empty if unknown.
-        clusters: Near-duplicate cluster by skill id.
+        rows: Rows of LISTS.
+        texts: Text of each query by its id. Empty: the queries are not known.
+        skills: Skills of the pool by id.
+        clusters: Number of the near-duplicate cluster by skill id.
 
     Returns:
-        Skill ids by check and query id.
+        By check and query id, the ids of the skills that fail the check.
     """
-    findings = {}
+    findings: dict[str, dict[str, set[str]]] = {}
     for row in rows:
         query_id = row["query_id"]
         text = texts.get(query_id, "")
@@ -327,38 +355,41 @@ def check_list(
     skills: Mapping[str, Skill],
     clusters: Mapping[str, int],
 ) -> dict[str, set[str]]:
-    """Return the ids of the skills of one list that fail a check, by check.
+    """Check for one list whether it meets the assumptions of training.
 
     Args:
         row: Row of LISTS.
         text: Text of the query.
-        skills: Skills of the pool by id.
-        clusters: Near-duplicate cluster by skill id.
-    """
-    judgements = zip(row["skill_ids"], row["verdicts"], strict=True)
-    pairs = [(skills[skill_id], verdict) for skill_id, verdict in judgements if skill_id in skills]
-    positives = [skill for skill, verdict in pairs if verdict in POSITIVE]
-    negatives = [skill for skill, verdict in pairs if verdict not in POSITIVE]
+        skills: Skills of the pool by id. Skills outside the pool are not checked.
+        clusters: Number of the near-duplicate cluster by skill id.
 
-    findings = {}
+    Returns:
+        Ids of the skills that fail a check, by check.
+    """
+    positives = []
+    negatives = []
+    for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
+        if skill_id not in skills:
+            continue
+        if verdict in POSITIVE:
+            positives.append(skills[skill_id])
+        else:
+            negatives.append(skills[skill_id])
+
+    findings: dict[str, set[str]] = {}
     for check, is_suspect in POSITIVE_CHECKS.items():
         findings[check] = {skill.skill_id for skill in positives if is_suspect(text, skill)}
-    for check, get_property in NEGATIVE_CHECKS.items():
-        findings[check] = _sharing_ids(negatives, positives, get_property)
-    findings["cluster"] = _sharing_ids(
-        negatives, positives, lambda skill: clusters.get(skill.skill_id)
-    )
-    if skills:
+
+    # A negative must not share a property with a positive, such as its name or its cluster. Skills
+    # that both lack a property do not share it.
+    getters = dict(NEGATIVE_CHECKS)  # by check, the function that returns a skill's property
+    getters["cluster"] = lambda skill: clusters.get(skill.skill_id)
+    for check, get_property in getters.items():
+        properties = {get_property(skill) for skill in positives}
+        properties -= {None, ""}
+        suspects = [skill for skill in negatives if get_property(skill) in properties]
+        findings[check] = {skill.skill_id for skill in suspects}
+
+    if skills:  # the pool is known
         findings["not_in_pool"] = set(row["skill_ids"]) - skills.keys()
     return {check: skill_ids for check, skill_ids in findings.items() if skill_ids}
-
-
-def _sharing_ids(
-    negatives: Sequence[Skill], positives: Sequence[Skill], get_property: Callable[[Skill], Any]
-) -> set[str]:
-    """Return the ids of the negatives that share a property, such as their name, with a positive.
-
-    A missing property, None or "", is not shared.
-    """
-    properties = {get_property(skill) for skill in positives} - {None, ""}
-    return {skill.skill_id for skill in negatives if get_property(skill) in properties}

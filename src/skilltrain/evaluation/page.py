@@ -3,10 +3,6 @@
 Skill names, queries and bodies are untrusted. Every text that a template prints is escaped, and its
 invisible characters are written out. A page is one file that requests nothing. Its security policy
 admits only its own script and style sheet, by their hashes.
-
-Notes:
-    - In pages, Jinja itself escapes HTML. `visible` only replaces characters that nobody can see.
-    - In Markdown, formatted numbers are not escaped: `-0.5` would become `\\-0.5`.
 """
 
 import base64
@@ -59,6 +55,7 @@ def cell(value: object) -> str:
 @cache
 def _environment(markdown: bool) -> Environment:
     """Return the Jinja environment for Markdown documents or for HTML pages."""
+    # Jinja itself escapes HTML. `visible` only replaces characters that nobody can see.
     escape = escape_markdown if markdown else visible
 
     def finalize(value: Any) -> Any:
@@ -76,6 +73,7 @@ def _environment(markdown: bool) -> Environment:
     )
     environment.filters |= {"cell": cell, "shorten": shorten, "median": median, "zip": zip}
     for function in _FORMATS:
+        # Markdown needs no escapes in formatted numbers: `-0.5` would become `\-0.5`.
         environment.filters[function.__name__] = _as_markup(function) if markdown else function
     return environment
 
@@ -218,8 +216,8 @@ class Axis:
 SHARES = Axis((0, 0.25, 0.5, 0.75, 1))
 _MARGINS = (0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0)  # on either side of the middle of an axis
 _STEPS = (0.01, 0.02, 0.05, 0.1, 0.2)  # between the ticks of an axis
-_MAX_STEPS = 6  # more only with the largest step
-_TOLERANCE = 1e-9  # of comparisons, because 0.1 has no exact float: no tick for a rounding error
+_MAX_STEPS = 6
+_TOLERANCE = 1e-9  # of comparisons, because 0.1 has no exact float
 
 
 def ends_of(values: Iterable[Interval]) -> list[float]:
@@ -244,18 +242,29 @@ def axis_around(middle: float, values: Sequence[float]) -> Axis:
 def axis_over(values: Sequence[float], logarithmic: bool = False) -> Axis:
     """Return an axis with a few round numbers as ticks that contains all values.
 
-    The ticks of a logarithmic axis are powers of ten.
+    For example, the values 0.12 and 0.47 have the ticks 0.1, 0.2, 0.3, 0.4 and 0.5. The ticks of a
+    logarithmic axis are powers of ten.
+
+    Args:
+        values: Values to plot, at least one. Values of a logarithmic axis are above 0.
+        logarithmic: Whether the axis is logarithmic.
     """
     low = min(values)
     high = max(values)
     if logarithmic:
+        # The first and the last tick as powers of ten.
         first = math.floor(math.log10(low))
-        last = max(first + 1, math.ceil(math.log10(high)))
+        last = max(first + 1, math.ceil(math.log10(high)))  # an axis has at least two ticks
         return Axis(tuple(10.0**power for power in range(first, last + 1)), logarithmic)
 
+    # Take the smallest step that needs at most _MAX_STEPS steps. If there is none, take the largest
+    # step, and draw more of them.
     large_enough = [step for step in _STEPS if step * _MAX_STEPS >= high - low]
     step = large_enough[0] if large_enough else _STEPS[-1]
-    # Ticks as multiples of `step`.
+
+    # The first and the last tick as multiples of the step. Without the tolerance, a rounding error
+    # in a value that is on a tick would add another tick.
     first = math.floor(low / step + _TOLERANCE)
     last = max(first + 1, math.ceil(high / step - _TOLERANCE))
+    # Round, because 3 * 0.1 is 0.30000000000000004.
     return Axis(tuple(round(n * step, 9) for n in range(first, last + 1)))

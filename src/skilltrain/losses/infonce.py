@@ -1,9 +1,4 @@
-"""InfoNCE with optional symmetric and same-side terms, and a loss on MaxSim scores.
-
-Notes:
-    - query_to_query and skill_to_skill only add negatives to the common denominator.
-    - As in the paper of GTE, skill_to_query adds the positive pair to the denominator once more.
-"""
+"""InfoNCE with optional symmetric and same-side terms, and a loss on MaxSim scores."""
 
 from dataclasses import replace
 from typing import Literal
@@ -71,32 +66,46 @@ class InfoNCE(Loss):
 
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
-        """Check that `directions`, `partition` and `push_share` can be combined."""
+        """Check that `directions`, `partition` and `push_share` can be combined.
+
+        A direction says what is compared with what: `query_to_skill` compares each query with all
+        skills. pydantic turns the ValueError into an error of the setting.
+        """
         if "query_to_skill" not in self.directions:
             raise ValueError(
                 "directions must hold query_to_skill: it compares a query with its positive"
             )
 
+        # query_to_query and skill_to_skill have no positives, so they have no loss of their own.
+        # They only add negatives to the common denominator of `partition: joint`.
         same_side = sorted({"query_to_query", "skill_to_skill"}.intersection(self.directions))
         if self.partition == "per_direction" and same_side:
             raise ValueError(
                 f"{same_side[0]} has only negatives and no positives, so partition must be joint"
             )
 
+        # push_share weights two losses of queries against skills, and knows no other direction.
         if self.push_share and len(self.directions) > 1:
             raise ValueError("push_share is for directions: [query_to_skill] alone")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """Return the loss, summed over queries, of the variant that the settings choose."""
+        """Return the loss, summed over queries.
+
+        The settings choose one of four variants:
+            push_share: a loss without rejected skills, and a loss against them.
+            One direction: queries are contrasted with skills.
+            More directions, partition joint: all directions have one common denominator.
+            More directions, partition per_direction: the mean of one loss per direction.
+        """
         if self.push_share:
             return self._pull_and_push(batch)
-        if len(self.directions) == 1:
+        if len(self.directions) == 1:  # query_to_skill
             return contrast(batch, self.temperature)
         if self.partition == "joint":
             return contrast(batch, self.temperature, self._log_extra_terms(batch))
 
-        # Partition per_direction.
+        # per_direction: a skill is contrasted with queries, and a query is contrasted with skills.
         log_negatives = self._log_negatives(batch)["skill_to_query"]  # [positive]
         skill_to_query_loss = weighted_cross_entropy(
             log_negatives, batch, batch.scores, self.temperature
@@ -114,22 +123,31 @@ class InfoNCE(Loss):
         return (1 - self.push_share) * pull_loss + self.push_share * push_loss
 
     def _log_extra_terms(self, batch: ScoredBatch) -> Float[Tensor, "positive"]:
-        """Return the logsumexp of the terms that further directions add to each denominator.
+        """Return the logsumexp of the terms that further directions add to the denominator.
 
-        Each positive has its own denominator, to which `contrast` adds query_to_skill.
+        These are all directions but query_to_skill, whose terms `contrast` adds itself. Each
+        positive pair has its own denominator.
+
+        Args:
+            batch: Scores and vectors of queries and skills, and the mask of the positive pairs.
         """
+        # Query (row) and skill (column) of each positive pair.
         row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
+        # logsumexp of the negatives, by direction. Only the chosen directions are present.
         log_negatives = self._log_negatives(batch)
-        log_terms = []  # each [positive]
+        log_terms: list[Tensor] = []  # each [positive]
         if "skill_to_query" in log_negatives:
             log_terms.append(log_negatives["skill_to_query"])
-            positive_logits = batch.scores[row, column] / self.temperature
-            log_terms.append(positive_logits)  # as in GTE's paper
+            # As in the paper of GTE, this direction adds the positive pair once more.
+            positive_logits = batch.scores[row, column] / self.temperature  # [positive]
+            log_terms.append(positive_logits)
         if "query_to_query" in log_negatives:
+            # The positives of a query share the query's negatives.
             log_by_query = log_negatives["query_to_query"]  # [query]
             log_terms.append(log_by_query[row])
         if "skill_to_skill" in log_negatives:
             log_terms.append(log_negatives["skill_to_skill"])
+        # The logarithm of the sum of all terms.
         return torch.stack(log_terms).logsumexp(0)
 
     def _log_negatives(self, batch: ScoredBatch) -> dict[Direction, Float[Tensor, "row"]]:
@@ -146,7 +164,7 @@ class InfoNCE(Loss):
             "skill_to_query": (positives, vectors.all_queries),
             "skill_to_skill": (positives, vectors.skills),
         }
-        log_negatives = {}
+        log_negatives: dict[Direction, Tensor] = {}
         for direction, (rows, columns) in sides.items():
             if direction in self.directions:
                 logits = cosines(rows, columns) / self.temperature  # [row, column]

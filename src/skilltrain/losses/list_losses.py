@@ -1,19 +1,4 @@
-"""Losses over the list of a query: listwise and pointwise cross-entropy, ListNet and KL.
-
-The loss `contrast` of one query, with positives p and other candidates n, is
-
-    -sum_p w_p log(e^{s_p/t} / (e^{s_p/t} + sum_{n: g_n < g_p} e^{s_n/t} + e^{m_p})).
-
-The scores are s, the gains g, and the temperature is t. The weight w_p is the gain of p divided by
-the gains of all positives of the query. The term e^{m_p} stands for further negatives, and is
-absent without them.
-
-Notes:
-    - Each positive has a softmax of its own, over itself and the candidates of its query that have
-      a lower gain. So positives of the same gain do not push each other down. With one positive,
-      this is the softmax cross-entropy of SkillRouter (equations 1 and 2).
-    - The softplus of n - p is -log(e^p / (e^p + e^n)).
-"""
+"""Losses over the list of a query: listwise and pointwise cross-entropy, ListNet and KL."""
 
 from typing import Literal
 
@@ -32,17 +17,32 @@ def contrast(
 ) -> Float[Tensor, ""]:
     """Return the cross-entropy of each positive against the candidates of lower gain.
 
+    Each positive has a softmax of its own, over itself and the candidates of its query that have
+    a lower gain. So positives of the same gain do not push each other down. With one positive,
+    this is the softmax cross-entropy of SkillRouter (equations 1 and 2).
+
+    The loss of one query, with positives p and other candidates n, is
+
+        -sum_p w_p log(e^{s_p/t} / (e^{s_p/t} + sum_{n: g_n < g_p} e^{s_n/t} + e^{m_p})).
+
+    The weight w_p is the gain of p divided by the gains of all positives of the query. The term
+    e^{m_p} stands for further negatives, and is absent without them.
+
     Args:
-        log_extra_negatives: Logsumexp of each positive's further negatives.
+        batch: Scores s and gains g.
+        temperature: Temperature t.
+        log_extra_negatives: m_p, the logsumexp of the further negatives of each positive.
 
     Returns:
-        The sum over queries, weighted by gain.
+        The sum over queries.
     """
+    # Mark the candidates of lower gain. Each positive is a (row, column) of the scores.
     scores = batch.filled(0.0)
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
     gains = batch.gains[row, column][:, None]  # [positive, 1]
     is_lower = batch.valid[row] & (batch.gains[row] < gains)  # [positive, candidate]
 
+    # Sum the negatives of each positive.
     logits = scores[row] / temperature  # [positive, candidate]
     log_negatives = logits.masked_fill(~is_lower, -torch.inf).logsumexp(1)  # [positive]
     if log_extra_negatives is not None:
@@ -56,15 +56,20 @@ def weighted_cross_entropy(
     scores: Float[Tensor, "query candidate"],
     temperature: float,
 ) -> Float[Tensor, ""]:
-    """Return the sum of each positive's cross-entropy, weighted by its share of the query's gains.
+    """Return the weighted sum of the cross-entropy of each positive against its negatives.
+
+    The weight of a positive is its share in the gains of its query's positives.
 
     Args:
         log_negatives: Logsumexp of each positive's negatives, already divided by `temperature`.
+        batch: Gains, and which candidates are positives.
         scores: Scores of all candidates.
+        temperature: The scores of the positives are divided by it.
     """
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
     weights = gain_shares(batch, batch.is_positive)[row, column]  # [positive]
     differences = log_negatives - scores[row, column] / temperature  # [positive]
+    # softplus(n - p) = -log(e^p / (e^p + e^n))
     return (weights * torch.nn.functional.softplus(differences)).sum()
 
 
@@ -108,7 +113,6 @@ class PointwiseBCE(Loss):
     temperature: Temperature = 1.0
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """Return the mean cross-entropy of each query's candidates, summed over queries."""
         scores = batch.filled(0.0) / self.temperature
         labels = batch.is_positive.to(scores.dtype)
         losses = torch.nn.functional.binary_cross_entropy_with_logits(

@@ -198,33 +198,35 @@ def parse_measure(text: str) -> Measure:
     match = _MEASURE.fullmatch(text)
     assert match is not None, "the pattern matches every text"
     name, cutoff, copies = match.groups()
-    is_known = ":" in name or name in plugin_paths("measure")  # `module:function`, or a name
+    measure_names = plugin_paths("measure")
+    is_import_path = ":" in name  # a measure of the user, as `module:function`
+    is_known = is_import_path or name in measure_names
     if is_known and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
 
+    # List all measures as one writes them, such as `nDCG@k`.
+    form_by_name: dict[str, str] = {}
+    for option in measure_names:
+        form_by_name[option] = f"{option}@k" if has_cutoff(option) else option
+    fix = f"measures are {', '.join(form_by_name.values())}, with a whole k from 1"
+
     problem = f"unknown measure '{text}'"
-    forms = _measure_forms()
     nearest_name = _nearest_measure(name)
     if nearest_name is not None:
-        suggestion = forms[nearest_name].replace("@k", f"@{cutoff or 10}")
+        suggestion = form_by_name[nearest_name].replace("@k", f"@{cutoff or 10}")
         problem += f", did you mean '{suggestion}'?"
-    fix = f"measures are {', '.join(forms.values())}, with a whole k from 1"
     raise SkilltrainError("unknown-measure", problem, fix=fix)
-
-
-def _measure_forms() -> dict[str, str]:
-    """Return how one writes each measure, such as `nDCG@k`, by its name."""
-    names = plugin_paths("measure")
-    return {name: f"{name}@k" if has_cutoff(name) else name for name in names}
 
 
 def _nearest_measure(name: str) -> str | None:
     """Return the measure with the most similar name in lower case; None if none is similar."""
-    name_by_lower_case = {"r": "Recall", "p": "Precision"}  # as in R@10
+    # Names by their form in lower case, and by the usual abbreviations as in R@10 and P@10.
+    name_by_lower_case = {"r": "Recall", "p": "Precision"}
     for option in plugin_paths("measure"):
         name_by_lower_case[option.lower()] = option
 
-    lower_case = name.partition("@")[0].lower()  # without a wrong cutoff
+    # A wrong cutoff, as in `ndcg@0`, is still part of the name.
+    lower_case = name.partition("@")[0].lower()
     matches = difflib.get_close_matches(lower_case, name_by_lower_case, n=1, cutoff=0.4)
     return name_by_lower_case[matches[0]] if matches else None
 
@@ -272,8 +274,9 @@ def per_query(
         try:
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
         except SkilltrainError as error:
-            error.where = f"query {query_id}"
-            raise
+            raise SkilltrainError(
+                error.code, error.problem, where=f"query {query_id}", fix=error.fix
+            ) from error
     return values
 
 
@@ -284,12 +287,14 @@ def evaluate_query(
 
     Args:
         ranking: Skill ids, best first.
+        relevance: The skills that the query asks for.
+        measures: The measures.
 
     Raises:
         SkilltrainError: The ranking repeats a skill, or `check_relevance` fails.
     """
     check_relevance(relevance)
-    ranked_ids = set()
+    ranked_ids: set[str] = set()
     for rank, skill_id in enumerate(ranking, 1):
         if skill_id in ranked_ids:
             problem = f"skill '{skill_id}' appears twice in the ranking, again at rank {rank}"
@@ -308,7 +313,9 @@ def check_relevance(relevance: Relevance) -> None:
     """Check that a ranking can score above 0, and that the values make sense.
 
     Raises:
-        SkilltrainError: A gain is out of range, a gold skill has none, or no skill is gold.
+        SkilltrainError: A check fails. A gain is a number from 0 to 1,000, at least one skill is
+            gold, and all gold skills have a positive gain. Alternatives and copies belong to a gold
+            skill, and have no gain themselves.
     """
     gold = relevance.gold
     gains = relevance.gains
@@ -323,16 +330,13 @@ def check_relevance(relevance: Relevance) -> None:
         if not gains.get(skill_id):
             problem = f"gold skill '{skill_id}' has no positive gain"
             raise SkilltrainError("invalid-relevance", problem)
-    _check_replacements(relevance)
 
-
-def _check_replacements(relevance: Relevance) -> None:
-    """Check that alternatives and copies replace a gold skill, and have no gain themselves."""
+    # Check the alternatives, and then the copies.
     for skill_id, gold_id in chain(relevance.alternatives.items(), relevance.copies.items()):
         problem = f"skill '{skill_id}' stands for '{gold_id}'"
-        if gold_id not in relevance.gold:
+        if gold_id not in gold:
             raise SkilltrainError("invalid-relevance", f"{problem}, which is not gold")
-        if skill_id in relevance.gains:
+        if skill_id in gains:
             raise SkilltrainError("invalid-relevance", f"{problem} and has a gain of its own")
 
 
@@ -341,8 +345,13 @@ def resolve_alternatives(
 ) -> Relevance:
     """Replace each gold skill by the first skill in `ranking` that can take its place.
 
-    Besides the gold skill itself, these are its alternatives and, if `copies` is true, its
-    near-duplicates.
+    The gold skill itself and its alternatives can take its place. Copies (near-duplicates) can too
+    if `copies` is true. If the ranking has none of these skills, the gold skill stays.
+
+    Args:
+        ranking: Ranked skill ids.
+        relevance: The skills that the query asks for.
+        copies: Whether a copy can take the place of a gold skill.
 
     Returns:
         A relevance without alternatives and copies.
@@ -353,14 +362,15 @@ def resolve_alternatives(
     if not gold_by_replacement:
         return relevance
 
-    first_replacements = {}
+    # The first replacement of each gold skill, by the id of the gold skill.
+    first_replacements: dict[str, str] = {}
     for skill_id in ranking:
         gold_id = gold_by_replacement.get(skill_id, skill_id)
         if gold_id in relevance.gold:
             first_replacements.setdefault(gold_id, skill_id)
 
     gold = frozenset(first_replacements.get(gold_id, gold_id) for gold_id in relevance.gold)
-    gains = {}
+    gains: dict[str, float] = {}
     for skill_id, gain in relevance.gains.items():
         gains[first_replacements.get(skill_id, skill_id)] = gain
     return Relevance(gold, gains)

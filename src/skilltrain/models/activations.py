@@ -1,13 +1,4 @@
-"""Memory of the activations that a forward pass keeps for the backward pass.
-
-Notes:
-    - The network runs on tensors without data, so nothing is computed.
-    - autocast does not support the device meta. So weights on it become fake tensors on the CPU.
-    - For n tokens, a forward pass keeps a + b n + c n^2 bytes: a for saved weights, b n for
-      activations, c n^2 for attention masks. Real runs have no masks. Here transformers builds
-      them, because fake tensors have no values that show that no token is padding.
-    - Saved tensors may be views of one storage, for which torch returns one storage object.
-"""
+"""Memory of the activations that a forward pass keeps for the backward pass."""
 
 from typing import Any
 
@@ -41,7 +32,8 @@ def checkpoint_layers(network: Any) -> None:
 def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     """Return how many bytes a layer keeps per token for the backward pass, without its weights.
 
-    Afterwards, activation checkpointing is off.
+    The network runs on tensors without data, so nothing is computed. Afterwards, the recomputation
+    of layers (activation checkpointing) is off.
 
     Args:
         network: Network of an encoder or a reranker.
@@ -50,49 +42,55 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     body = network.base_model
     device = next(body.parameters()).device
     if device.type == "meta":
-        device = torch.device("cpu")
+        device = torch.device("cpu")  # autocast does not support the device meta
     was_training = network.training
     network.train().activation_checkpointing_disable()
 
-    saved_bytes = []  # for N, 2 N, 3 N tokens
+    # Measure the bytes that are kept for texts of N, 2 N and 3 N tokens, N = _NUM_TOKENS.
     with FakeTensorMode(allow_non_fake_inputs=True):
-        weights = _fake_weights(body, device)
+        # Replace weights on the device meta by fake tensors on `device`, where the token ids are.
+        weights = {}
+        for name, value in [*body.named_parameters(), *body.named_buffers()]:
+            if value.is_meta:
+                empty = torch.empty_like(value, device=device)
+                weights[name] = empty.requires_grad_(value.requires_grad)
+
+        measurements = []
         for factor in (1, 2, 3):
             ids = torch.zeros(1, factor * _NUM_TOKENS, dtype=torch.long, device=device)
-            saved_bytes.append(_saved_bytes(body, weights, ids, dtype))
+            measurements.append(_saved_bytes(body, weights, ids, dtype))
     network.train(was_training)
 
-    token_bytes = _linear_term(*saved_bytes) / _NUM_TOKENS
+    # The bytes for n tokens are a + b n + c n^2: a for saved weights, b n for activations, and
+    # c n^2 for attention masks. Only b counts. Weights (a) are no activations, and real runs have
+    # no masks (c). Here transformers builds masks, because fake tensors have no values that show
+    # that no token is padding.
+    #   single = a +   b N +   c N^2
+    #   double = a + 2 b N + 4 c N^2
+    #   triple = a + 3 b N + 9 c N^2
+    single, double, triple = measurements
+    mask_bytes = (triple - 2 * double + single) / 2  # c N^2: the other terms cancel
+    activation_bytes = double - single - 3 * mask_bytes  # b N
+    token_bytes = activation_bytes / _NUM_TOKENS  # b
     return token_bytes / network.config.num_hidden_layers
-
-
-def _fake_weights(body: Any, device: torch.device) -> dict[str, Tensor]:
-    """Return an empty tensor on `device` for each weight on the device meta, by name."""
-    weights = {}
-    for name, value in [*body.named_parameters(), *body.named_buffers()]:
-        if value.is_meta:
-            empty = torch.empty_like(value, device=device)
-            weights[name] = empty.requires_grad_(value.requires_grad)
-    return weights
-
-
-def _linear_term(single: int, double: int, triple: int) -> float:
-    """Return b N of a polynomial a + b n + c n^2, given its values for N, 2 N and 3 N."""
-    quadratic_term = (triple - 2 * double + single) / 2  # c N^2
-    return double - single - 3 * quadratic_term
 
 
 def _saved_bytes(
     body: Any, weights: dict[str, Tensor], ids: Int[Tensor, "1 token"], dtype: torch.dtype
 ) -> int:
-    """Return the bytes of all tensors that a forward pass saves for the backward pass.
+    """Return the bytes of the tensors that a forward pass saves for the backward pass.
+
+    Saved weights count too.
 
     Args:
         body: A transformer without its head.
-        weights: Weights by name, instead of the body's.
+        weights: Weights by name, used instead of those of `body`.
         ids: Token ids of one text.
+        dtype: Number format of the computation.
     """
-    bytes_by_storage = {}
+    # Several saved tensors may be views of one storage, which counts only once. torch returns the
+    # same storage object for all of them.
+    bytes_by_storage: dict[Any, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()

@@ -2,13 +2,6 @@
 
 PyTorch computes float32 products with MKL, which does not use AVX-512 on AMD's processors. oneDNN
 does, and is 2.2 times as fast on an EPYC 9005. Results differ only by rounding (2e-7).
-
-Notes:
-    - `train_with_onednn` chooses by the type of processor, not by a measurement, so that a repeated
-      run gives the same bits.
-    - Layers are replaced by name: a list of layers would keep replaced weights in memory.
-    - Only layers of the exact class nn.Linear are replaced. A subclass may compute something else.
-    - nn.Linear's constructor would allocate and initialise new weights.
 """
 
 from collections.abc import Callable
@@ -48,7 +41,7 @@ class OneDnnLinear(nn.Linear):
 
     def __init__(self, linear: nn.Linear) -> None:
         """Take over the parameters and the pre-hooks of `linear`."""
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # nn.Linear would allocate and initialise new weights
         self.in_features = linear.in_features
         self.out_features = linear.out_features
         self.weight = linear.weight
@@ -83,7 +76,8 @@ def pack_linear_layers(network: nn.Module, num_rows: int) -> None:
 def train_with_onednn(network: nn.Module) -> None:
     """Let oneDNN compute the linear layers of a network in training, in place, if it is faster.
 
-    The network's weights must not be sharded.
+    The choice depends on the type of processor, not on a measurement, so that a repeated run gives
+    the same bits. The network's weights must not be sharded.
     """
     if onednn_is_faster():
         _replace_linear_layers(network, OneDnnLinear)
@@ -103,12 +97,15 @@ def _replace_linear_layers(
     """Replace the linear layers of `network` that have float32 weights on a CPU, in place.
 
     Args:
-        network: Network whose layers are replaced.
-        replacement_of: Returns the new layer for an old one.
+        network: Network whose layers are replaced. Layers on a GPU or of other number formats stay.
+        replacement_of: Returns the new layer for a given layer.
     """
+    # List only the names. A list of layers would keep the weights of replaced layers in memory
+    # until the end.
     names = [name for name, _ in network.named_modules()]
     for name in names:
         layer = network.get_submodule(name)
+        # Skip subclasses as well, because a subclass may compute something else.
         if type(layer) is not nn.Linear:
             continue
         if layer.weight.dtype == torch.float32 and layer.weight.device.type == "cpu":

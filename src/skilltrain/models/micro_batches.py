@@ -1,15 +1,4 @@
-"""Groups texts of similar length into micro-batches, and runs a model on them.
-
-Notes:
-    - The longest texts come first, so that memory peaks at the start.
-    - A text that exceeds the token budget is a micro-batch of its own.
-    - Ranks that shard weights (FSDP2, ZeRO-3) must run the model equally often, forward and
-      backward. So a rank with fewer micro-batches gets empty groups. For an empty group, the model
-      runs on the shortest text, and its result times 0 is added to all rows.
-    - Without pinned memory, the host would wait for a transfer to the GPU.
-    - The gradient of a lookup of embeddings is as large as the embeddings of the whole vocabulary.
-      So a training step has one lookup for all its micro-batches.
-"""
+"""Groups texts of similar length into micro-batches, and runs a model on them."""
 
 from collections.abc import Callable, Sequence, Sized
 from itertools import chain
@@ -30,36 +19,46 @@ Groups = list[list[int]]
 def micro_batches(
     lengths: Sequence[int], token_budget: int, num_shared: int | None = None
 ) -> Groups:
-    """Group texts of similar length into micro-batches of at most `token_budget` tokens.
+    """Group texts of similar length into micro-batches.
+
+    The longest texts come first, so that memory peaks at the start.
 
     Args:
         lengths: Number of tokens of each text.
-        num_shared: Length of packed texts' common beginning. None: padded texts.
+        token_budget: Maximum number of tokens of a group. A longer text is a group of its own.
+        num_shared: None if the texts of a group are padded to the longest of them. A number if they
+            are packed into one row: the length of their common beginning, which the row has once.
 
     Returns:
-        Positions of each group's texts.
+        Positions of the texts of each group.
     """
     groups: Groups = []
-    group_size = 0  # tokens in last group
-    padded_length = 0  # longest text in it
-    longest_first = sorted(range(len(lengths)), key=lambda position: -lengths[position])
-    for position in longest_first:
+    size = 0  # number of tokens of the last group
+    longest = 0  # length of its first text
+    for position in sorted(range(len(lengths)), key=lambda position: -lengths[position]):
+        # How many tokens the text would add to the last group.
         length = lengths[position]
-        num_added = padded_length if num_shared is None else length - num_shared
-        if groups and group_size + num_added <= token_budget:
+        if num_shared is None:
+            num_added = longest  # it would be padded to the length of the group's first text
+        else:
+            num_added = length - num_shared
+
+        if groups and size + num_added <= token_budget:
             groups[-1].append(position)
-            group_size += num_added
+            size += num_added
         else:
             groups.append([position])
-            group_size = length
-            padded_length = length
+            size = length
+            longest = length
     return groups
 
 
 def split_groups(groups: Groups, count: int) -> Groups:
-    """Halve the largest groups until there are at least `count` groups.
+    """Split groups until there are at least `count`, and return all of them.
 
-    If no group has two texts, empty groups are added.
+    The group with the most texts is halved again and again. Once no group has two texts, empty
+    groups are added. Ranks that shard weights (FSDP2, ZeRO-3) need this, because they must run the
+    model equally often.
     """
     groups = [*groups]
     while len(groups) < count:
@@ -67,6 +66,7 @@ def split_groups(groups: Groups, count: int) -> Groups:
         if len(group) < 2:
             groups.append([])
             continue
+        # Replace the group by its halves.
         index = groups.index(group)
         half = len(group) // 2
         groups[index : index + 1] = [group[:half], group[half:]]
@@ -76,34 +76,43 @@ def split_groups(groups: Groups, count: int) -> Groups:
 def run_micro_batches(
     function: Callable[[list[TextT]], Tensor], texts: Sequence[TextT], groups: Groups
 ) -> Float[Tensor, "text ..."]:
-    """Apply `function` to all texts, group by group.
+    """Apply `function` to all texts, one group at a time.
+
+    Groups may be empty, so that all processes of a distributed run have equally many groups. For an
+    empty group, the function runs on the shortest text. This result times 0 is added to all rows,
+    so that all processes also run backward equally often.
 
     Args:
         function: Returns one row per text of a group.
-        groups: Positions of each group's texts. An empty group adds 0.
+        texts: All texts.
+        groups: Positions of the texts of each group.
 
     Returns:
-        The rows in the order of `texts`.
+        The rows of all texts, in the order of `texts`.
     """
-    outputs = []
-    zeros = []
+    outputs: list[Tensor] = []
+    zeros: list[Tensor] = []
     for group in groups:
         if group:
             outputs.append(function([texts[position] for position in group]))
         else:
-            shortest = min(texts, key=len)
-            zeros.append(function([shortest]).sum() * 0)
+            zeros.append(function([min(texts, key=len)]).sum() * 0)
 
-    positions = [*chain.from_iterable(groups)]  # a permutation
-    inverse = on_device(np.argsort(positions), outputs[0].device)  # [text]
-    rows = torch.cat(outputs)[inverse]  # [text, ...]
+    # The outputs are in the order of the groups. Put them back in the order of the texts.
+    positions = [*chain.from_iterable(groups)]  # a permutation, which argsort inverts
+    order = on_device(np.argsort(positions), outputs[0].device)  # [text]
+    rows = torch.cat(outputs)[order]  # [text, ...]
     if zeros:
         return rows + sum(zeros)
     return rows
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:
-    """Copy `values` to `device` if they are elsewhere."""
+    """Copy `values` to `device` if they are elsewhere.
+
+    Values for a GPU are first copied to pinned memory, because otherwise the host would wait for
+    the transfer.
+    """
     tensor = torch.as_tensor(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)
@@ -118,26 +127,32 @@ def model_inputs(
     Args:
         texts: Token ids or embedded tokens of each text.
         pad_id: Token id for padding.
+        device: Device of the results.
 
     Returns:
-        The model's keyword argument, and the mask: 0 for padding.
+        The padded texts as a keyword argument of the model, and the mask: 1 for tokens, 0 for
+        padding.
     """
-    lengths = np.array([len(text) for text in texts])  # [text]
-    is_token = np.arange(lengths.max()) < lengths[:, None]  # [text, token]
+    lengths = np.array([len(text) for text in texts])
+    is_token = np.arange(lengths.max()) < lengths[:, None]
     mask = on_device(is_token.astype(np.int64), device)
 
-    embedded = [text for text in texts if isinstance(text, Tensor)]  # all or none
-    if embedded:
+    embedded = [text for text in texts if isinstance(text, Tensor)]
+    if embedded:  # all texts, or none of them
         return {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True)}, mask
 
-    ids = np.full(is_token.shape, pad_id, dtype=np.int64)  # [text, token]
+    ids = np.full(is_token.shape, pad_id, dtype=np.int64)
     ids[is_token] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
     return {"input_ids": on_device(ids, device)}, mask
 
 
 def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor, "_ dim"]]:
-    """Look up the embeddings of all tokens of all texts in one call, for training."""
+    """Look up the embeddings of all tokens of all texts in one call, for training.
+
+    The gradient of a lookup is as large as the embeddings of the whole vocabulary. So a training
+    step has one lookup for all its micro-batches.
+    """
     table = network.get_input_embeddings()
-    ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])  # [token]
-    rows = table(on_device(ids, table.weight.device))  # [token, dim]
+    ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
+    rows = table(on_device(ids, table.weight.device))
     return [*rows.split([len(text) for text in texts])]

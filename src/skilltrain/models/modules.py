@@ -2,18 +2,6 @@
 
 sentence-transformers' own `save_pretrained` would load the model from disk again (16 GB for 8B
 weights) to write five small files, and without the keys that TEI and vLLM read.
-
-Notes:
-    - TEI and vLLM read the token limit in sentence_bert_config.json. sentence-transformers also has
-      it from the tokenizer.
-    - Without modality_config, a tokenizer that has a chat template would wrap every text in it.
-    - Without the option add_pooling_layer, loading reports an unused pooler as missing.
-    - A yes_no reranker reads a chat, whose messages may be query, document and system. If it was
-      exported as a classifier, its head gives the score. Otherwise a second module reads the logits
-      of yes and no.
-    - With a head in 16 bits, candidates with close scores would tie.
-    - The truncation longest_first cuts only the skill if the query takes at most half of the
-      tokens. only_second always does, but fails for a query that fills the whole pair.
 """
 
 from pathlib import Path
@@ -66,10 +54,14 @@ class Module(NamedTuple):
 def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = False) -> None:
     """Write the files from which sentence-transformers, TEI and vLLM assemble a model.
 
+    These are modules.json, config_sentence_transformers.json, sentence_bert_config.json and the
+    settings of each module.
+
     Args:
-        model: An encoder or a reranker.
-        folder: Folder of the model.
-        per_token: Whether an encoder returns one vector per token, for `MultiVectorEncoder`.
+        model: An encoder, which `SentenceTransformer` will open, or a reranker, for `CrossEncoder`.
+        folder: Folder of the model. It exists, and the weights and the tokenizer are written to it
+            separately.
+        per_token: Whether an encoder returns one vector per token. `MultiVectorEncoder` opens it.
     """
     if isinstance(model, Reranker):
         modules = _reranker_modules(model)
@@ -78,15 +70,20 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
         modules = _encoder_modules(model, per_token)
         settings = _encoder_settings(model, per_token)
     write_json(folder / "config_sentence_transformers.json", settings)
+
+    # TEI and vLLM read the token limit in this file. sentence-transformers also finds the limit in
+    # the tokenizer. Module 0 is the transformer, whose settings are in the model's folder itself.
     limit = {"max_seq_length": model.settings.max_tokens, "do_lower_case": False}
     write_json(folder / "sentence_bert_config.json", modules[0].settings | limit)
 
+    # modules.json lists the modules in the order in which a text passes through them.
     listing = [
         {"idx": number, "name": str(number), "path": module.folder, "type": module.class_path}
         for number, module in enumerate(modules)
     ]
     write_json(folder / "modules.json", listing)
 
+    # Each further module has a folder with its settings, even if there are none.
     for module in modules[1:]:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
@@ -133,6 +130,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
     """
     transformer: dict[str, Any] = {
         "transformer_task": "feature-extraction",
+        # Without this entry, a tokenizer that has a chat template would wrap every text in it.
         "modality_config": {
             "text": {"method": "forward", "method_output_name": "last_hidden_state"}
         },
@@ -140,6 +138,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
         "query_length": encoder.settings.query_max_tokens,
     }
     if "add_pooling_layer" in backbone_options(encoder.network.config):
+        # Without this entry, loading reports an unused pooler as missing.
         transformer["model_kwargs"] = {"add_pooling_layer": False}
 
     modules = [Module(_TRANSFORMER, "", transformer)]
@@ -147,41 +146,41 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
         modules.append(Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []}))
         normalize = {"module_input_name": "token_embeddings"}
     else:
-        modules.append(Module(_POOLING, "1_Pooling", _pooling_settings(encoder)))
+        pooling = encoder.settings.pooling
+        pooling_settings = {
+            "embedding_dimension": encoder.dim,
+            "pooling_mode": _POOLING_MODES[pooling],
+            "include_prompt": True,
+        }
+        pooling_settings |= {flag: mode == pooling for flag, mode in _POOLING_FLAGS.items()}
+        modules.append(Module(_POOLING, "1_Pooling", pooling_settings))
         normalize = {}
     return [*modules, Module(_NORMALIZE, "2_Normalize", normalize)]
 
 
-def _pooling_settings(encoder: Encoder) -> dict[str, Any]:
-    """Return the settings of an encoder's pooling module."""
-    pooling = encoder.settings.pooling
-    flags = {flag: mode == pooling for flag, mode in _POOLING_FLAGS.items()}
-    return {
-        "embedding_dimension": encoder.dim,
-        "pooling_mode": _POOLING_MODES[pooling],
-        "include_prompt": True,
-        **flags,
-    }
-
-
 def _reranker_modules(reranker: Reranker) -> list[Module]:
-    """Return the modules of a reranker: a transformer, and one that reads logits if needed."""
+    """Return the modules of a reranker.
+
+    The first is the transformer. If the score comes from the logits of yes and no, a second module
+    reads these logits.
+    """
     reads_logits = {"method": "forward", "method_output_name": "logits"}
     transformer: dict[str, Any] = {
         "transformer_task": "sequence-classification",
         "module_output_name": "scores",
         "modality_config": {"text": reads_logits},
     }
-    modules = [Module(_TRANSFORMER, "", transformer)]
     if reranker.settings.template.form == "pair":
         transformer["processing_kwargs"] = {"text": {"truncation": _truncation(reranker)}}
-        return modules
+        return [Module(_TRANSFORMER, "", transformer)]
 
+    # The form yes_no is a chat, whose messages may be query, document and system.
     transformer["modality_config"]["message"] = reads_logits | {"format": "flat"}
-    is_classifier = len(heads(reranker.network)) > 0
-    if is_classifier:
-        return modules
+    # A model that was exported as a classifier has a head, whose output is the score.
+    if heads(reranker.network):
+        return [Module(_TRANSFORMER, "", transformer)]
 
+    # Any other model gives logits of all tokens. A second module reads those of yes and no.
     transformer["transformer_task"] = "text-generation"
     transformer["module_output_name"] = "causal_logits"
     yes, no = yes_no_ids(reranker.tokenizer)
@@ -190,11 +189,18 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
         "false_token_id": no,
         "module_input_name": "causal_logits",
     }
-    return [*modules, Module(_LOGIT_SCORE, "1_LogitScore", score_settings)]
+    return [
+        Module(_TRANSFORMER, "", transformer),
+        Module(_LOGIT_SCORE, "1_LogitScore", score_settings),
+    ]
 
 
 def _truncation(reranker: Reranker) -> str:
-    """Return the truncation strategy of the tokenizer that cuts only the skill of a pair."""
+    """Return the truncation strategy of the tokenizer that cuts only the skill of a pair.
+
+    If the query takes at most half of the tokens, longest_first cuts only the skill. Otherwise
+    only_second is needed, although it fails for a query that fills the whole pair.
+    """
     num_special = reranker.tokenizer.num_special_tokens_to_add(pair=True)
     half = (reranker.settings.max_tokens - num_special) // 2
     is_short = reranker.settings.query_max_tokens <= half
@@ -202,11 +208,20 @@ def _truncation(reranker: Reranker) -> str:
 
 
 def _float32_head(reranker: Reranker) -> dict[str, list[str]]:
-    """Return the setting that keeps the head of a 16-bit model in float32; empty for others."""
+    """Return the setting that keeps the head of a 16-bit model in float32.
+
+    The head gives the score. With a head in 16 bits, candidates with close scores would tie.
+
+    Returns:
+        A setting for sentence-transformers; an empty dict if the model has more than 16 bits, or
+        its head has no linear layer.
+    """
     network = reranker.network
-    if network.dtype.itemsize > 2:
+    if network.dtype.itemsize > 2:  # bytes per weight
         return {}
 
+    # Find the linear layers of the head. The last of them gives the score. A causal language model
+    # has no classification head, and its score comes from its output embeddings.
     head_layers = heads(network) or [network.get_output_embeddings()]
     names = []
     for name, module in network.named_modules():
@@ -214,5 +229,6 @@ def _float32_head(reranker: Reranker) -> dict[str, list[str]]:
             names.append(name)
     if not names:
         return {}
-    score_layer = f"0.model.{names[-1]}"  # sentence-transformers' name
-    return {"keep_in_fp32_modules": [score_layer]}
+    # In sentence-transformers, module 0 holds the network as its attribute `model`, so names of
+    # weights begin with `0.model.`.
+    return {"keep_in_fp32_modules": [f"0.model.{names[-1]}"]}

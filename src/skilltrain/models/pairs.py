@@ -1,10 +1,4 @@
-"""Tokenises queries and skills separately, and joins them to pairs for a reranker.
-
-Notes:
-    - The tokens of the last word may change when a query is cut. So it is tokenised again.
-    - In the form pair, the fixed tokens are what the tokenizer puts around the letters of the pair
-      ("a", "a").
-"""
+"""Tokenises queries and skills separately, and joins them to pairs for a reranker."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,47 +71,56 @@ class PairTokenizer:
         self.before, self.between, self.after = _frame(tokenizer, self.template.form)
         self.num_fixed = len(self.before) + len(self.between) + len(self.after)
 
+        # In the form yes_no, a line break separates the query and the skill, and the tokens of a
+        # skill depend on it. So `skill_ids` tokenises a skill with this line break in front, and
+        # then drops the tokens of the line break. Here they are counted.
         self._line_break = ""
         self._num_line_break_tokens = 0
         skill_prompt = self.template.skill_prompt()
         if skill_prompt:
             self._line_break = "\n"
-            example = self._line_break + skill_prompt + "a"  # any skill
+            example = self._line_break + skill_prompt + "a"  # `a` stands for any skill
             _, spans = self.text.ids_and_spans(example)
             self._num_line_break_tokens = _num_tokens_before(len(self._line_break), spans)
 
     def query_ids(self, text: str) -> list[int]:
         """Return the token ids of the query's part of a pair: prompt, query and query ending.
 
-        The form pair has no ending. The limit `query_max_tokens` then includes the prompt.
-        """
-        text = text[: self.template.query_chars]
-        if self.template.query_end():
-            return self._ids_with_ending(text)
-        ids = self.text.ids([self.template.query_prompt() + text])[0]
-        return ids[: self.settings.query_max_tokens]
+        In the form yes_no, only the query itself is truncated to `query_max_tokens`, not the prompt
+        and the ending. The form pair has no ending.
 
-    def _ids_with_ending(self, text: str) -> list[int]:
-        """Return the token ids of the prompt, a query and the query ending.
-
-        Only the query is truncated to `query_max_tokens`. Tokens depend on the text after them. So
-        the skill's prompt is tokenised too, and then dropped.
+        Args:
+            text: A raw query.
         """
         limit = self.settings.query_max_tokens
         prompt = self.template.query_prompt()
         ending = self.template.query_end()
+        text = text[: self.template.query_chars]
+        if not ending:  # the form pair
+            return self.text.ids([prompt + text])[0][:limit]
+
+        # The tokens of a query depend on the skill's prompt after it. So the query is tokenised
+        # with this prompt behind it, and the tokens of this prompt are dropped.
         skill_prompt = self.template.skill_prompt()
+
+        # Each round tokenises the text and counts its tokens. If there are more than `limit`, the
+        # text is cut, and the next round tokenises it again, because the tokens of its last word
+        # may change.
         text_start = len(prompt)
         while True:
             text_end = text_start + len(text)
             ids, spans = self.text.ids_and_spans(prompt + text + ending + skill_prompt)
+
+            # Starts of the tokens that have characters of the text.
             token_starts = [start for start, end in spans if end > text_start and start < text_end]
             if len(token_starts) <= limit:
+                # Return the tokens of prompt, text and ending, which are before the skill's prompt.
                 skill_start = text_end + len(ending)
                 return ids[: _num_tokens_before(skill_start, spans)]
 
-            num_fitting_chars = max(0, token_starts[limit] - text_start)
-            text = text[:num_fitting_chars]
+            # Cut the text before the first token that exceeds the limit.
+            num_chars = token_starts[limit] - text_start  # negative if it starts in the prompt
+            text = text[: max(0, num_chars)]
 
     def skill_ids(self, skills: Sequence[Skill]) -> list[list[int]]:
         """Return the token ids of each skill's part, without truncation."""
@@ -160,16 +163,20 @@ def _num_tokens_before(character: int, spans: Sequence[tuple[int, int]]) -> int:
 
 
 def _frame(tokenizer: Any, form: str) -> tuple[list[int], list[int], list[int]]:
-    """Return the fixed token ids before a query, between query and skill, and after the skill."""
+    """Return the fixed token ids before a query, between query and skill, and after the skill.
+
+    For the form pair, they are what the tokenizer puts around the letters of the pair ("a", "a").
+    """
     if form == "yes_no":
         prefix = tokenizer.encode(QWEN3_RERANKER_PREFIX, add_special_tokens=False)
         suffix = tokenizer.encode(QWEN3_RERANKER_SUFFIX, add_special_tokens=False)
         return prefix, [], suffix
 
     letter_ids = tokenizer.encode("a", add_special_tokens=False)
-    length = len(letter_ids)
+    length = len(letter_ids)  # usually 1
     pair_ids = tokenizer("a", "a")["input_ids"]
-    # Find both letters.
+
+    # Find the two places of the letter in the pair.
     starts = [i for i in range(len(pair_ids)) if pair_ids[i : i + length] == letter_ids]
     first_start = starts[0]
     first_end = first_start + length

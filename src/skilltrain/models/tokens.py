@@ -1,15 +1,4 @@
-"""Converts untrusted texts to token ids without control tokens, and caches token ids.
-
-Notes:
-    - With `encode_special_tokens`, a backend reads the names of special tokens in a text as plain
-      letters. So all control tokens are marked as special.
-    - A Unigram vocabulary also has its control tokens as words, so such a backend still makes
-      control tokens of their names in a text. These tokens are removed after encoding.
-    - Texts for `tokenize_texts` have any type that `repr` distinguishes. A damaged cache file
-      is replaced. The token ids of all texts are views of one array.
-    - A list of token ids takes 40 bytes per token, an int32 array 4.
-    - A tokenizer remembers the truncation and padding of its last call.
-"""
+"""Converts untrusted texts to token ids without control tokens, and caches token ids."""
 
 import copy
 import hashlib
@@ -54,7 +43,7 @@ class TextTokenizer:
     """
 
     def __init__(self, tokenizer: Any) -> None:
-        """Copy a tokenizer of transformers, and mark its control tokens as special."""
+        """Copy a tokenizer of transformers."""
         if not tokenizer.is_fast:
             raise SkilltrainError(
                 "unsupported-model", "the tokenizer has no fast implementation (tokenizer.json)"
@@ -63,23 +52,26 @@ class TextTokenizer:
         self.backend.no_padding()
         self.backend.no_truncation()
 
-        control_tokens = {}
-        for token_id, token in tokenizer.added_tokens_decoder.items():
-            if token.special or _CONTROL_NAME.fullmatch(token.content):
-                control_tokens[token_id] = token
+        # With `encode_special_tokens`, the backend reads the names of special tokens in a text as
+        # plain letters. So mark all control tokens as special.
+        control_tokens = {
+            token_id: token
+            for token_id, token in tokenizer.added_tokens_decoder.items()
+            if token.special or _CONTROL_NAME.fullmatch(token.content)
+        }
         self.backend.add_special_tokens([as_special(token) for token in control_tokens.values()])
         self.backend.encode_special_tokens = True
 
+        # A Unigram vocabulary has its control tokens as words too, so the backend still makes
+        # control tokens of their names in a text. The other methods then remove these tokens. To
+        # find out whether this is such a backend, encode all names as plain text, and look for the
+        # ids of control tokens in the result.
         self._control_ids = set(control_tokens) - {tokenizer.unk_token_id}
         names = [token.content for token in control_tokens.values()]
-        self._parses_control_tokens = self._makes_control_tokens_of(names)
-
-    def _makes_control_tokens_of(self, names: list[str]) -> bool:
-        """Return whether the names of control tokens in a plain text become control tokens."""
+        ids_in_names: set[int] = set()
         for encoding in self.backend.encode_batch(names, add_special_tokens=False):
-            if not self._control_ids.isdisjoint(encoding.ids):
-                return True
-        return False
+            ids_in_names.update(encoding.ids)
+        self._parses_control_tokens = bool(ids_in_names & self._control_ids)
 
     def ids(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the token ids of each whole text, without any special token."""
@@ -105,7 +97,7 @@ class TextTokenizer:
         if not self._parses_control_tokens:
             return ids, spans
 
-        # Without control tokens.
+        # This backend makes a control token of its name in the text. Leave such tokens out.
         positions = [i for i, token_id in enumerate(ids) if token_id not in self._control_ids]
         return [ids[i] for i in positions], [spans[i] for i in positions]
 
@@ -132,26 +124,35 @@ def tokenize_texts(
     """Tokenise each distinct text once, or read its token ids from the cache.
 
     Args:
-        texts: Texts by key.
-        tokenize: Returns the token ids of each text.
-        identity: All else that determines the token ids.
-        cache: Cache folder.
+        texts: Texts by key, of any type that `tokenize` accepts and `repr` distinguishes.
+        tokenize: Returns the token ids of each text of a list.
+        identity: Everything else that the token ids depend on. It is part of the file's name.
+        cache: Folder of the cache. None: no cache. A damaged file is replaced.
+
+    Returns:
+        Token ids by key. They are views of one int32 array, which takes 4 bytes per token. Lists
+        would take 40.
     """
+    # Read the token ids from the cache, or make them.
     distinct_texts = list(dict.fromkeys(texts.values()))
-    if cache is None:
-        values = _tokenize_in_blocks(distinct_texts, tokenize)
-    else:
+    file = None
+    values = None
+    if cache is not None:
         file = cache / f"{_fingerprint(distinct_texts, identity)}.tokens"
         values = _read(file)
-        if values is None:
-            values = _tokenize_in_blocks(distinct_texts, tokenize)
+    if values is None:
+        values = _tokenize_in_blocks(distinct_texts, tokenize)
+        if file is not None:
             _write(file, values)
 
+    # The values are the number of tokens of each text, then the token ids of all texts.
     num_texts = len(distinct_texts)
     lengths = values[:num_texts]
     ids = values[num_texts:]
+
+    # Split the ids by text.
     ends = np.cumsum(lengths, dtype=np.int64)
-    ids_of_texts = np.split(ids, ends)[:-1]  # nothing follows the end
+    ids_of_texts = np.split(ids, ends)[:-1]  # nothing is after the last end
     ids_by_text = dict(zip(distinct_texts, ids_of_texts, strict=True))
     return {key: ids_by_text[text] for key, text in texts.items()}
 
@@ -165,7 +166,7 @@ def _tokenize_in_blocks(
         The number of tokens of each text, followed by the token ids of all texts.
     """
     starts = range(0, len(texts), _BLOCK_SIZE)
-    ids = []
+    ids: list[np.ndarray] = []
     for start in track(starts, "tokenizing", len(starts)):
         block = tokenize(texts[start : start + _BLOCK_SIZE])
         ids += [np.asarray(text_ids, dtype=np.int32) for text_ids in block]
@@ -176,7 +177,7 @@ def _tokenize_in_blocks(
 def tokenizer_identity(tokenizer: Any) -> str:
     """Return a fingerprint of everything that decides which ids a tokenizer gives a text.
 
-    Truncation and padding do not count.
+    Truncation and padding do not count, because the tokenizer remembers those of its last call.
     """
     import tokenizers
     import transformers

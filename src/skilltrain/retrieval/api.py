@@ -89,7 +89,7 @@ class ApiConfig(ServerConfig, RankerConfig):
             "num_requests": math.ceil(len(new_texts) / self.batch_size),
             "num_texts": len(new_texts),
             "num_kept_texts": len(texts) - len(new_texts),
-            **budget.account(Usage(_num_tokens(new_texts))),
+            **budget.account(Usage(_num_tokens(new_texts))),  # tokens and dollars
             "budget": str(budget) or None,  # None if no limit is set
         }
 
@@ -143,8 +143,11 @@ class ApiEncoder:
         """Return the unit vector of each text, from the cache or from the server.
 
         Args:
-            texts: Texts to encode. An empty text is an error.
+            texts: Texts to encode.
             names: Name of each text for errors, such as `skill pdf`.
+
+        Raises:
+            SkilltrainError: A text is empty, or the server gives no usable vector for it.
         """
         # Half of a surrogate pair cannot be sent.
         texts = [text.encode(errors="replace").decode() for text in texts]
@@ -182,32 +185,47 @@ class ApiEncoder:
         yield from track(replies, "embedding", len(starts))
 
     def _embed(self, texts: list[str], name_by_text: Mapping[str, str]) -> Vectors:
-        """Send one request, and return the unit vector of each of its texts."""
+        """Send one request to the embedding server, and return a unit vector for each text.
+
+        Args:
+            texts: Texts of the request.
+            name_by_text: Name of each text for errors, such as `skill pdf`.
+
+        Returns:
+            Vectors in the order of `texts`: [text, dim].
+
+        Raises:
+            SkilltrainError: The request fails, or a text gets no usable vector.
+        """
+        url = self.config.base_url
         try:
             reply = self.server.call(
                 lambda client: client.embeddings.create(model=self.config.model, input=texts)
             )
+            # A server may return the vectors in another order, with the text's number as `index`.
             rows = sorted(reply.data, key=lambda row: row.index)
             vectors = np.array([row.embedding for row in rows], dtype=np.float64)
+            # np.array raises ValueError for vectors of different lengths. Without vectors, its
+            # result has one dimension.
             if [row.index for row in rows] != [*range(len(texts))] or vectors.ndim != 2:
                 raise ValueError("wrong number of vectors")
         except AnswerError as error:
             raise self._request_error(error, texts, name_by_text) from None
-        except (ValueError, TypeError, AttributeError):
+        except (ValueError, TypeError, AttributeError):  # the reply has another form
             problem = f"the server's reply does not hold one vector for each of {len(texts)} texts"
-            where = self.config.base_url
-            raise SkilltrainError("invalid-reply", problem, where=where, fix=_RUN_AGAIN) from None
+            raise SkilltrainError("invalid-reply", problem, where=url, fix=_RUN_AGAIN) from None
+
+        # Add the tokens to the budget of the run: those that the server reports, or an estimate.
         reported = getattr(reply.usage, "prompt_tokens", None)
         self.server.budget.count(Usage(reported_tokens(reported, _num_tokens(texts))))
-        return self._as_unit_vectors(vectors, [name_by_text[text] for text in texts])
 
-    def _as_unit_vectors(self, vectors: np.ndarray, names: Sequence[str]) -> Vectors:
-        """Scale vectors to length 1. Raises SkilltrainError if this is impossible."""
-        lengths = np.linalg.norm(vectors, axis=1)
-        for name, length in zip(names, lengths.tolist(), strict=True):
+        # Scale all vectors to length 1.
+        lengths = np.linalg.norm(vectors, axis=1)  # [text]
+        for text, length in zip(texts, lengths.tolist(), strict=True):
+            # This is also true for NaN, which compares as false.
             if not 0 < length < math.inf:
-                problem = f"{self.config.base_url} gave it a vector that is zero or holds no number"
-                raise SkilltrainError("invalid-reply", problem, where=name)
+                problem = f"{url} gave it a vector that is zero or holds no number"
+                raise SkilltrainError("invalid-reply", problem, where=name_by_text[text])
         return (vectors / lengths[:, None]).astype(np.float32)
 
     def _request_error(

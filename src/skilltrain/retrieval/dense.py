@@ -1,23 +1,12 @@
-"""Dense retrieval: an encoder turns skills and queries into unit vectors.
-
-Notes:
-    - Rankers share a model if their settings of `OpenConfig` are equal. Settings that a subclass
-      adds, such as the cache, may differ.
-    - The identity of a model is a hash of its weights before they are packed. So a packed model
-      without an identity is loaded again if a cache needs the identity.
-    - A micro-batch of texts with the same length needs no padding mask, which is 10 to 20% faster.
-      A GPU is fast only with full micro-batches, so smaller ones are mixed with other lengths.
-    - On a GPU, a thread tokenizes the next block of texts while the GPU encodes this one.
-"""
+"""Dense retrieval: an encoder turns skills and queries into unit vectors."""
 
 import hashlib
 import json
 import time
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -159,24 +148,32 @@ class SkillEncoder:
     def encode_texts(
         self, texts: Sequence[str], max_tokens: int, description: str, counts: Counter[str]
     ) -> EncodedTexts:
-        """Encode texts, and yield positions in `texts` with their unit vectors.
+        """Encode texts, and yield some vectors at a time so that they can be saved.
 
         Args:
-            texts: Texts, long ones first.
-            max_tokens: Tokens to keep.
+            texts: Texts to encode, long ones first.
+            max_tokens: Number of tokens to which texts are cut.
             description: Label of the progress bar.
-            counts: Empty counter for `texts`, `tokens` and `slots` (with padding).
+            counts: Counter to which `texts`, `tokens` and `slots` (tokens and padding) are added.
+                It is empty at first.
+
+        Yields:
+            Positions in `texts`, and the unit vectors of these texts.
+
+        Raises:
+            SkilltrainError: A vector is not finite.
         """
         started = time.monotonic()
         last_yield = started
-        positions = []
-        vectors = []
+        positions: list[int] = []
+        vectors: list[Tensor] = []
         with progress(description, len(texts)) as show:
             for batch_positions, batch in self._micro_batches(texts, max_tokens):
                 positions += batch_positions
                 vectors.append(self.model(batch))
+                num_tokens = sum(map(len, batch))
                 num_slots = self.model.num_slots(batch)
-                counts.update(texts=len(batch), tokens=sum(map(len, batch)), slots=num_slots)
+                counts.update(texts=len(batch), tokens=num_tokens, slots=num_slots)
 
                 now = time.monotonic()
                 speed = counts["tokens"] / max(1e-9, now - started)
@@ -192,14 +189,19 @@ class SkillEncoder:
     def _micro_batches(
         self, texts: Sequence[str], max_tokens: int
     ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
-        """Yield the positions in `texts` and the token ids of each micro-batch.
+        """Yield (positions in `texts`, token ids of these texts) of each micro-batch.
 
         Args:
             texts: Texts to encode.
-            max_tokens: Tokens to keep of a text.
+            max_tokens: Number of tokens to which texts are cut.
         """
-        is_on_cpu = self.model.device.type == "cpu"
-        min_tokens = _ENOUGH_TOKENS if is_on_cpu else self.token_budget
+        # Texts of one length form a micro-batch if they have at least `min_tokens` tokens, and are
+        # mixed with other lengths otherwise. A GPU is fast only with full micro-batches, so the
+        # minimum is the budget. On a CPU, smaller ones are as fast.
+        min_tokens = self.token_budget
+        if self.model.device.type == "cpu":
+            min_tokens = _ENOUGH_TOKENS
+
         for start, token_ids in _tokenize_blocks(self.model, texts, max_tokens):
             lengths = [len(ids) for ids in token_ids]
             for group in even_groups(lengths, self.token_budget, min_tokens):
@@ -220,16 +222,20 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     """Open an encoder that is never trained.
 
     Args:
-        source: Settings of the encoder, with or without a cache.
-        opened: Loaded models by their settings. A new model is added.
+        source: Settings of the encoder. A subclass may have further settings, such as a cache.
+        opened: Models that are already loaded, by their settings. A new one is added.
     """
     if opened is None:
         opened = {}
-    key = repr(source.model_dump(include=set(OpenConfig.model_fields)))
+    # Rankers share a model if the settings of `OpenConfig` are equal. Settings that a subclass adds
+    # may differ.
+    model_settings = source.model_dump(include=set(OpenConfig.model_fields))
+    key = repr(model_settings)
     model, identity = opened.get(key, (None, ""))
-    folder = source.cache if isinstance(source, EncoderSource) else None
 
-    # Only a cache needs an identity.
+    # A cache needs the identity: a hash of the weights as they are before they are packed. If the
+    # model was packed before its identity was computed, load it again.
+    folder = source.cache if isinstance(source, EncoderSource) else None
     lacks_identity = folder is not None and not identity
     if model is None or lacks_identity:
         model = load_encoder(source, default_device()).requires_grad_(False)
@@ -254,13 +260,33 @@ def _identity(model: Encoder) -> str:
 def _tokenize_blocks(
     model: Encoder, texts: Sequence[str], max_tokens: int
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
-    """Tokenize texts in blocks.
+    """Tokenize texts in blocks of _TEXTS_PER_BLOCK.
+
+    On a GPU, a thread tokenizes the next block while the GPU encodes this one.
+
+    Args:
+        model: Encoder, whose tokenizer is used.
+        texts: Texts of skills or queries.
+        max_tokens: Number of tokens to which each text is cut.
 
     Yields:
         Position of the first text of a block, and the token ids of each text in it.
     """
-    tokenize = partial(_tokenize_block, model, texts, max_tokens)
+
+    def tokenize(start: int) -> list[np.ndarray]:
+        """Return the token ids of each text of the block that begins at `start`."""
+        token_ids = []
+        block = texts[start : start + _TEXTS_PER_BLOCK]
+        # Smaller pieces limit the memory that the tokenizer needs.
+        for first in range(0, len(block), _TOKENIZED_AT_ONCE):
+            some_texts = block[first : first + _TOKENIZED_AT_ONCE]
+            for ids in model.tokenize(some_texts, max_tokens):
+                # 4 bytes per token, while a list of Python ints takes at least 8.
+                token_ids.append(np.asarray(ids, np.int32))
+        return token_ids
+
     starts = range(0, len(texts), _TEXTS_PER_BLOCK)
+    # On a CPU, a thread would compete with the encoder for the same cores.
     if model.device.type == "cpu":
         yield from zip(starts, map(tokenize, starts), strict=True)
         return
@@ -268,41 +294,37 @@ def _tokenize_blocks(
         next_block = thread.submit(tokenize, 0)
         for start in starts:
             token_ids = next_block.result()
-            next_block = thread.submit(tokenize, start + _TEXTS_PER_BLOCK)  # may be empty
+            # Tokenize the next block while the caller encodes this block. After the last block,
+            # there are no texts to tokenize.
+            next_block = thread.submit(tokenize, start + _TEXTS_PER_BLOCK)
             yield start, token_ids
 
 
-def _tokenize_block(
-    model: Encoder, texts: Sequence[str], max_tokens: int, start: int
-) -> list[np.ndarray]:
-    """Return the token ids of each text in the block that begins at `start`."""
-    block = texts[start : start + _TEXTS_PER_BLOCK]
-    token_ids = []
-    for first in range(0, len(block), _TOKENIZED_AT_ONCE):
-        for ids in model.tokenize(block[first : first + _TOKENIZED_AT_ONCE], max_tokens):
-            token_ids.append(np.asarray(ids, np.int32))
-    return token_ids
-
-
 def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> Groups:
-    """Group the positions of texts into micro-batches, long texts first.
+    """Group texts into micro-batches, long texts first.
+
+    A micro-batch of texts with the same length needs no padding mask, which is 10 to 20% faster.
+    Texts that do not fill such a micro-batch are mixed with texts of other lengths.
 
     Args:
         lengths: Number of tokens of each text.
-        token_budget: Most padded tokens of a micro-batch.
-        min_tokens: Fewest tokens of a micro-batch whose texts have the same length.
+        token_budget: Largest number of padded tokens in a micro-batch.
+        min_tokens: Smallest number of tokens in a micro-batch of texts with the same length.
+
+    Returns:
+        Positions of the texts in each micro-batch.
     """
-    positions_by_length = defaultdict(list)
+    positions_by_length: dict[int, list[int]] = {}
     for position, length in enumerate(lengths):
-        positions_by_length[length].append(position)
+        positions_by_length.setdefault(length, []).append(position)
 
     groups: Groups = []
-    mixed = []  # positions of other texts
+    mixed: list[int] = []  # positions of texts to mix with other lengths
     for length, positions in positions_by_length.items():
         size = max(1, token_budget // max(1, length))
         same_length = [positions[start : start + size] for start in range(0, len(positions), size)]
-        num_tokens_in_last = length * len(same_length[-1])
-        if num_tokens_in_last < min_tokens:
+        # The last group may be too small.
+        if length * len(same_length[-1]) < min_tokens:
             mixed += same_length.pop()
         groups += same_length
 

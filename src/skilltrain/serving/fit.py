@@ -6,7 +6,7 @@
 2. An encoder is trained. On queries that were held out, the trained router is compared with the
    untrained one. It takes over only if it is better, and is calibrated then.
 
-benchmarks/README.md has the measurements behind the weights of the rankers.
+docs/benchmarks/small_pools.md has the measurements behind the weights of the rankers.
 
 Keys of the summary of `run_fit`:
 

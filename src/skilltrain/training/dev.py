@@ -1,14 +1,4 @@
-"""Evaluates the model in training on a dev benchmark. The model is one of several rankers.
-
-Notes:
-    - Each distinct text, and each distinct pair of a list, goes through the model once, so equal
-      skills have equal scores.
-    - `forward` takes the place of the forward pass, so there are no micro-batches to limit
-      (`token_budget=0`).
-    - Rounding may differ between ranks, but all of them must take the same decision to stop.
-    - The rankers before the model run once: the cascade stores their rankings, and their models are
-      freed.
-"""
+"""Evaluates the model in training on a dev benchmark. The model is one of several rankers."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -46,53 +36,55 @@ from skilltrain.training.steps import PairsToScore, TextsToEncode
 
 OpenModel = Callable[[Any], Any]
 """Opens the model in training as a ranker, from the wrapped step module. All ranks must call it."""
-TextKey = tuple[str, int]
-"""A text with its token limit."""
 
 
 def encoder_opener(
     encoder: Encoder, queries: Sequence[Query], skills: Mapping[str, Skill]
 ) -> OpenModel:
-    """Return the function that opens an encoder in training as a ranker of `skills`.
+    """Return the function `open_model`, which opens an encoder in training as a ranker of `skills`.
 
-    All texts are tokenised here, once.
+    All texts are tokenised here, once. Whenever `open_model` is called, it encodes all texts in one
+    call of the step module. The ranker then looks the vectors of its texts up.
 
     Args:
+        encoder: The encoder in training.
         queries: Queries to rank the skills for.
         skills: Skills by id.
     """
     settings = encoder.settings
     query_texts = [settings.template.render_query(query.text) for query in queries]
-    skill_texts = []
+    skill_texts: list[str] = []
     for skill in skills.values():
         skill_texts += settings.chunk_texts(skill)
 
-    token_ids = {}
+    # Each distinct text is encoded once, so equal skills have equal scores. The key of a text is
+    # the text with its token limit.
+    token_ids: dict[tuple[str, int], np.ndarray] = {}
     inputs = [(query_texts, settings.query_max_tokens), (skill_texts, settings.max_tokens)]
     for texts, max_tokens in inputs:
         text_by_key = {(text, max_tokens): text for text in texts}
         tokenize = partial(encoder.tokenize, max_tokens=max_tokens)
         token_ids.update(tokenize_texts(text_by_key, tokenize))
-    return partial(_open_encoder, encoder, skills, token_ids)
+    row_by_key = {key: row for row, key in enumerate(token_ids)}  # row of each text's vector
 
+    def open_model(step_module: Any) -> Any:
+        """Encode all texts, and return a ranker of the skills that looks their vectors up.
 
-def _open_encoder(
-    encoder: Encoder,
-    skills: Mapping[str, Skill],
-    token_ids: Mapping[TextKey, np.ndarray],
-    model: Any,
-) -> Any:
-    """Encode all texts with `model`, and return a ranker that looks their vectors up."""
-    all_texts = TextsToEncode([*token_ids.values()])
-    vectors = _check_finite(model(all_texts)).cpu().numpy()  # [text, dim]
-    row_by_key = {key: row for row, key in enumerate(token_ids)}
+        The encoder, its texts and the skills are those of `encoder_opener`.
+        """
+        all_texts = TextsToEncode([*token_ids.values()])
+        vectors = _check_finite(step_module(all_texts)).cpu().numpy()  # [text, dim]
 
-    def look_up(texts: Sequence[str], max_tokens: int) -> Vectors:
-        rows = [row_by_key[text, max_tokens] for text in texts]
-        return vectors[rows]
+        def look_up(texts: Sequence[str], max_tokens: int) -> Vectors:
+            rows = [row_by_key[text, max_tokens] for text in texts]
+            return vectors[rows]
 
-    ranker = SkillEncoder(encoder, source=OWN, token_budget=0, forward=look_up)
-    return ranker.over(skills)
+        # `look_up` takes the place of the forward pass, so there are no micro-batches to limit.
+        # The source OWN stands for the model in training.
+        ranker = SkillEncoder(encoder, source=OWN, token_budget=0, forward=look_up)
+        return ranker.over(skills)
+
+    return open_model
 
 
 def reranker_opener(reranker: Reranker, skills: Mapping[str, Skill]) -> OpenModel:
@@ -106,14 +98,20 @@ def _score_lists(model: Any, lists: Iterable[list[PairIds]]) -> Iterator[list[fl
     Args:
         model: The wrapped step module of a reranker.
         lists: Pairs of each query.
+
+    Raises:
+        SkilltrainError: A score is not finite.
     """
+    # Each distinct pair of a list is scored once, so equal skills have equal scores.
     all_lists = [*lists]
-    distinct_lists = []  # pairs by token ids
+    distinct_lists: list[dict[tuple[int, ...], PairIds]] = []  # pairs of each list by token ids
     for pairs in all_lists:
         distinct_lists.append({tuple(pair.ids): pair for pair in pairs})
     non_empty = [[*pair_by_ids.values()] for pair_by_ids in distinct_lists if pair_by_ids]
-    scores = _check_finite(model(PairsToScore(non_empty))).tolist() if non_empty else []
+    inputs = PairsToScore(non_empty)
+    scores = _check_finite(model(inputs)).tolist() if inputs.lists else []
 
+    # The scores are in the order of `distinct_lists`, and of the pairs of each list.
     remaining_scores = iter(scores)
     for pairs, pair_by_ids in zip(all_lists, distinct_lists, strict=True):
         score_by_ids = {ids: next(remaining_scores) for ids in pair_by_ids}
@@ -154,12 +152,16 @@ class Dev:
 
         Args:
             model: The wrapped step module. All ranks must call this.
+
+        Raises:
+            SkilltrainError: The model's output is not finite.
         """
         self.cascade.pool.opened[OWN] = self.open_model(model)
         stages = self.cascade.run(self.config.system)
         measures = self.config.measures
         values = per_query(stages[-1].skill_ids(), self.relevances, measures)
         table = np.array([[*row.values()] for row in values.values()])  # [query, measure]
+        # Rounding may differ between ranks, but all of them must take the same decision to stop.
         metrics = of_first_rank(intervals(table))
         return dict(zip(map(str, measures), metrics, strict=True))
 
@@ -177,8 +179,13 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
     """Load the dev benchmark, and run the rankers that come before the model in the cascade.
 
     Args:
+        config: Settings of the benchmark.
         model: The model in training.
-        training_pool: Pool that is ranked if `config` names no other.
+        training_pool: Pool of the training data, which is ranked if `config` names no other.
+
+    Raises:
+        SkilltrainError: Gold skills are not in the pool, or the rankers before the model find no
+            gold skill.
     """
     check_systems([config.system], has_model=True)
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -195,6 +202,8 @@ def open_dev(config: DevConfig, model: Encoder | Reranker, training_pool: Path) 
         open_model = encoder_opener(model, queries, skills)
     else:
         open_model = reranker_opener(model, skills)
+
+    # Rank enough skills for the largest cutoff of a measure, and for the largest `keep`.
     cutoffs = [measure.cutoff for measure in config.measures]
     keeps = [ranker.keep for ranker in config.rankers if ranker.keep is not None]
     cascade = Cascade(queries, [*skills.values()], depth=max(cutoffs + keeps))
@@ -212,10 +221,9 @@ def _sample_pool(
         tasks: Queries with their judgements.
         max_skills: Number of skills to return, unless more are judged. None: the whole pool.
     """
-    sample = set()
+    sample: set[str] = set()
     for task in tasks:
-        judged = {*task.relevance.gains, *task.relevance.alternatives}
-        sample |= judged & pool.keys()
+        sample |= pool.keys() & {*task.relevance.gains, *task.relevance.alternatives}
     unjudged = [skill_id for skill_id in pool if skill_id not in sample]
     if max_skills is not None:
         num_unjudged = max(0, max_skills - len(sample))
@@ -225,44 +233,53 @@ def _sample_pool(
 
 
 def _run_earlier_rankers(config: DevConfig, cascade: Cascade, tasks: Sequence[Task]) -> None:
-    """Run the rankers before the model in training, and check that they find gold skills.
+    """Run the rankers before the model in training once, and check that they find gold skills.
+
+    The cascade stores their rankings, so that later evaluations need not run them again. If they
+    miss some gold skills, a warning says how many.
 
     Args:
-        cascade: Queries and pool. It stores the rankings.
+        config: Settings of the dev benchmark.
+        cascade: Queries and pool.
         tasks: Queries with their judgements.
+
+    Raises:
+        SkilltrainError: The rankers before the model find no gold skill.
     """
     num_earlier = _num_before_model(config)
     if num_earlier == 0:
         return
+
+    # Run the rankers before the model. The cascade stores their rankings.
     rankers = with_keeps(config.rankers, cascade.depth)
     earlier_system = SystemConfig(name="dev", rankers=tuple(rankers[:num_earlier]))
     rankings = cascade.run(earlier_system)[-1].skill_ids()
+
+    # Free their models, because evaluations run only the later rankers.
     later_system = config.system.model_copy(update={"rankers": config.rankers[num_earlier:]})
     cascade.release_unneeded([later_system])
-    _check_candidates(rankings, tasks)
 
-
-def _check_candidates(rankings: Mapping[str, Sequence[str]], tasks: Sequence[Task]) -> None:
-    """Check that gold skills are candidates. If some are not, a warning says how many."""
+    # Find the gold skills that are not among the candidates of these rankers.
     num_gold = 0
-    queries_of_missed = []
+    missed: list[str] = []  # query id of each missed gold skill
     for task in tasks:
         query_id = task.query.query_id
-        missed = task.relevance.gold.difference(rankings[query_id])
-        num_gold += len(task.relevance.gold)
-        queries_of_missed += [query_id] * len(missed)
+        gold = task.relevance.gold
+        num_gold += len(gold)
+        missed += [query_id for skill_id in gold if skill_id not in rankings[query_id]]
 
-    num_missed = len(queries_of_missed)
-    candidates = "the candidates of the rankers before the model"
-    if num_missed == num_gold:
-        fault = f"no gold skill of the {len(tasks)} dev queries is among {candidates}"
-        fix = "choose others, of this benchmark"
-        raise SkilltrainError("missing-gold-skill", fault, where="dev.rankers", fix=fix)
-    if num_missed:
-        num_queries = len(set(queries_of_missed))
+    if len(missed) == num_gold:
+        raise SkilltrainError(
+            "missing-gold-skill",
+            f"no gold skill of the {len(tasks)} dev queries is among the candidates of the rankers "
+            "before the model",
+            where="dev.rankers",
+            fix="choose others, of this benchmark",
+        )
+    if missed:
         say(
-            f"dev: {num_missed:,} of {num_gold:,} gold skills ({num_queries:,} queries) "
-            f"are not among {candidates} and count as missed"
+            f"dev: {len(missed):,} of {num_gold:,} gold skills ({len(set(missed)):,} queries) "
+            "are not among the candidates of the rankers before the model and count as missed"
         )
 
 

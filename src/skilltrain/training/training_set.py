@@ -140,11 +140,14 @@ def load_training_set(source: ListsSource, min_similarity: float | None = None) 
 
     Args:
         source: Folders of the pool and the lists.
-        min_similarity: Smallest similarity (Jaccard) of near-duplicate bodies, which share a
-            cluster. None: no clusters.
+        min_similarity: Skills whose bodies are at least this similar (Jaccard) are near-duplicates
+            and share a cluster. None: there are no clusters.
+
+    Raises:
+        SkilltrainError: A list cannot be used for training.
     """
     pool = {skill.skill_id: skill for skill in read_skills(source.pool)}
-    lists = []
+    lists: list[TrainingList] = []
     for folder, weight in source.folders.items():
         lists += _read_lists(folder, source, weight, pool)
     _check_rejected_skills(lists)
@@ -156,7 +159,7 @@ def load_training_set(source: ListsSource, min_similarity: float | None = None) 
 
 def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
     """Return the skill ids of all candidates."""
-    skill_ids = set()
+    skill_ids: set[str] = set()
     for training_list in lists:
         skill_ids.update(training_list.skill_ids)
     return skill_ids
@@ -165,7 +168,9 @@ def _candidate_ids(lists: Sequence[TrainingList]) -> set[str]:
 def _check_rejected_skills(lists: Sequence[TrainingList]) -> None:
     """Check that all lists with the same query text agree on the skills that answer it.
 
-    A skill that one list rejects must not be a positive in another list.
+    Raises:
+        SkilltrainError: A skill has the verdict "rejected" in one list, and is a positive in
+            another list with the same query text.
     """
     answers_by_text: dict[str, set[str]] = {}
     for training_list in lists:
@@ -183,46 +188,54 @@ def _check_rejected_skills(lists: Sequence[TrainingList]) -> None:
 
 
 def on_best_windows(data: TrainingSet, settings: EncoderSettings) -> TrainingSet:
-    """Replace each candidate by the window of its body with the best BM25 score.
+    """Replace each candidate by the window of its body that matches the query best.
 
-    Each window has its own key and skill.
+    An encoder that reads only the start of a long skill would not see the part that the query is
+    about. So the body is divided into windows, and the window with the highest BM25 score is
+    chosen. The BM25 index contains the windows of all skills.
 
     Args:
         data: Lists of whole skills.
-        settings: The encoder's template and windows.
+        settings: The encoder's settings. They hold its template, and the number of windows.
+
+    Returns:
+        A training set in which each window has its own key and skill. The first window of a skill
+        has the skill's id as its key.
     """
     if settings.chunks.windows == 1:
-        return data
+        return data  # the only window is the start of the skill
 
+    # Index the windows of all skills.
     template = settings.template.skill
-    texts = []
+    texts: list[str] = []
     windows_by_skill = {}
-    positions_by_skill = {}  # slices of `texts`
+    start_by_skill: dict[str, int] = {}  # position of the first window in `texts`
     for skill_id, skill in data.skills.items():
         windows = template.windows(skill, settings.chunks)
         windows_by_skill[skill_id] = windows
-        start = len(texts)
+        start_by_skill[skill_id] = len(texts)
         texts += [template.render(window) for window in windows]
-        positions_by_skill[skill_id] = slice(start, len(texts))
     index = BM25Index(texts)
 
+    # Choose a window for each candidate of each list. Window 0 takes the key of the whole skill,
+    # and other windows are added under keys of their own.
     skills = dict(data.skills)
-    lists = []
+    lists: list[TrainingList] = []
     for training_list in track(data.lists, "choosing windows", len(data.lists)):
-        scores = index.scores(training_list.query)
-        keys = []
+        scores = index.scores(training_list.query)  # [window of all skills]
+        keys: list[str] = []
         for skill_id in training_list.skill_ids:
-            best = int(scores[positions_by_skill[skill_id]].argmax())
-            key = _window_key(skill_id, best)
+            windows = windows_by_skill[skill_id]
+            start = start_by_skill[skill_id]
+            end = start + len(windows)
+            # Compare only the windows of this skill.
+            best = int(scores[start:end].argmax())
+            # _NUL is a character that no skill id has, so keys of windows are never ids of skills.
+            key = f"{skill_id}{_NUL}{best}" if best else skill_id
             keys.append(key)
-            skills[key] = windows_by_skill[skill_id][best]
+            skills[key] = windows[best]
         lists.append(replace(training_list, skill_ids=tuple(keys)))
     return replace(data, lists=tuple(lists), skills=skills)
-
-
-def _window_key(skill_id: str, number: int) -> str:
-    """Return the key of a window. The first window of a skill has the skill's id."""
-    return f"{skill_id}{_NUL}{number}" if number else skill_id
 
 
 def _clusters(skills: Mapping[str, Skill], min_similarity: float | None) -> dict[str, int]:
@@ -261,7 +274,7 @@ def _read_lists(
     irrelevant_gain = source.gains[Verdict.IRRELEVANT]
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
 
-    lists = []
+    lists: list[TrainingList] = []
     for row in read_lists(folder)[: source.max_lists]:
         query_id = row["query_id"]
         fault = _fault_of(row, texts, gains)

@@ -105,7 +105,8 @@ class Check(Config, validate_default=False):
 
         Args:
             text: The text to search.
-            anchors: Anchors in the text. Without anchors, the whole text is searched.
+            anchors: Those of `self.anchors` that occur in the text. Without any, the whole text is
+                searched.
         """
         windows = [(0, len(text.normalized))]
         if anchors:
@@ -121,31 +122,43 @@ class Check(Config, validate_default=False):
         return re.compile(self.regex)
 
     def _meets_conditions(self, text: NormalizedText, start: int, end: int) -> bool:
-        """Return whether the match at `normalized[start:end]` meets all conditions."""
+        """Return whether a match of `regex` meets all other conditions of this check.
+
+        Args:
+            text: The text that was searched.
+            start: Start of the match in `text.normalized`.
+            end: End of the match in `text.normalized`.
+        """
+        # The conditions look at the match and `context_chars` characters on both sides.
         context_start = start - self.context_chars
         context_end = end + self.context_chars
 
         def is_near(regex: str) -> bool:
             return text.has_match_between(regex, context_start, context_end)
 
-        if not all(map(is_near, self.needs)):
+        # Every expression in `needs` must be near the match.
+        if not all(is_near(regex) for regex in self.needs):
             return False
+
+        # Add up the points of the expressions that are near, and require `min_score` points.
         score = sum(points for regex, points in self.scores.items() if is_near(regex))
         if score < self.min_score:
             return False
+
+        # Skip a harmless match: near an exception, or a download from a site that the skill names.
         if self.unless and is_near(self.unless):
             return False
         if self.skip_linked_source and text.is_from_linked_source(start, end):
             return False
-        return not self._is_excused(text, start, end)
 
-    def _is_excused(self, text: NormalizedText, start: int, end: int) -> bool:
-        """Return whether a match is skipped because of the text around it; see `skip_if`."""
+        # Skip text that is not a command of this skill. At most one of these conditions is set.
         if self.skip_if == "quoted":
-            return text.is_quoted(start)
+            return not text.is_quoted(start)
         if self.skip_if == "sample":
-            return text.is_sample(start, end)
-        return self.skip_if == "warned" and text.has_warning(start, end)
+            return not text.is_sample(start, end)
+        if self.skip_if == "warned":
+            return not text.has_warning(start, end)
+        return True
 
 
 class Rule(Config):

@@ -1,10 +1,4 @@
-"""Find keys, tokens and passwords that look real, and leave placeholders and examples alone.
-
-Notes:
-    - A key without digits is a name in words, such as sk-my-own-very-long-model-name. Only digits
-      in the longest and in the last segment count, because others may be fixed, such as `api03`.
-    - Keys of Hugging Face may have only letters.
-"""
+"""Find keys, tokens and passwords that look real, and leave placeholders and examples alone."""
 
 import math
 import re
@@ -60,14 +54,17 @@ def secret_spans(text: str) -> Spans:
     for match in _KEY.finditer(text):
         if _looks_random(match[0]):
             yield match.span()
+
     for match in _PRIVATE_KEY.finditer(text):
         key = match["key"]
         is_random = _bits_per_character(key[:400]) > _MIN_PRIVATE_KEY_BITS
         if is_random and not _PLACEHOLDER.search(key[:200]):
             yield match.span()
+
     for match in _JSON_WEB_TOKEN.finditer(text):
         if not _is_example_token(match["claims"]):
             yield match.span()
+
     for match in _DATABASE_URL.finditer(text):
         is_local = _LOCAL_HOST.search(match["host"].lower())
         if _looks_random(match["password"]) and not is_local:
@@ -80,15 +77,28 @@ def mask_secret(secret: str) -> str:
 
 
 def _looks_random(key: str) -> bool:
-    """Return whether a key is neither a placeholder nor a name in words."""
+    """Return whether a key is neither a placeholder nor a name in words.
+
+    Random keys are probably real secrets. `sk-your-api-key` is a placeholder, not a secret.
+
+    Args:
+        key: Text with the form of an API key, such as `sk-…` or `hf_…`.
+    """
+    # Keys have a prefix, such as `sk-`. The longest segment is the random part of a real key.
     segments = re.split(r"[_:/.-]", key)
     longest = max(segments, key=len)
+
+    # "your-key", "abcde" and short keys are placeholders.
     if _PLACEHOLDER.search(key) or _has_sequence(key) or len(longest) < _MIN_KEY_CHARS:
         return False
-    has_digit = any(map(str.isdigit, longest + segments[-1]))
-    may_lack_digits = key.startswith("hf_")
+
+    # A key without digits is a name in words, such as sk-my-own-very-long-model-name. Only digits
+    # in the longest and in the last segment count, because others may be fixed, such as `api03`.
+    has_digit = any(map(str.isdigit, longest)) or any(map(str.isdigit, segments[-1]))
+    may_lack_digits = key.startswith("hf_")  # keys of Hugging Face may have only letters
     if not has_digit and not may_lack_digits:
         return False
+    # A random key repeats few characters, so its entropy is higher than that of words.
     return _bits_per_character(longest) >= _MIN_KEY_BITS
 
 

@@ -1,15 +1,4 @@
-"""A benchmark: tasks (queries with relevance and labels), and the skills published with them.
-
-Notes:
-    - The label `kind` follows SkillRouter, appendix A.
-    - A gold skill that the pool lacks keeps its gain, because the pool then has an alternative that
-      takes its place. Other skills that the pool lacks lose their gain, so that a perfect ranking
-      has nDCG 1, as in the released evaluation. SkillRouter's easy pool lacks the degraded copies.
-    - All tiers use the original query id as cluster, so the bootstrap draws a query together with
-      its repetitions in other tiers.
-    - A judged skill is never a copy, because the judgement says more.
-    - Query ids are distinct within a split, so a repeated id means that its query has two splits.
-"""
+"""A benchmark: tasks (queries with relevance and labels), and the skills published with them."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
@@ -130,10 +119,15 @@ def task_of(
 ) -> Task:
     """Make a task, and add the labels kind, origin and split.
 
-    The kind is `single` if exactly one skill is gold, else `multi`.
+    The label `kind` is `single` if exactly one skill is gold, else `multi` (SkillRouter, appendix
+    A). A query that has no kind gets the same value.
 
     Args:
+        query: The query.
+        relevance: The skills that it asks for.
         labels: Values by label. Empty values are left out.
+        where: File or line that errors name.
+        steps: Steps of a compound task, if they are known.
     """
     kind_label = "single" if len(relevance.gold) == 1 else "multi"
     all_labels = {**labels, "kind": kind_label, "origin": query.origin, "split": query.split}
@@ -155,13 +149,21 @@ def make_benchmark(
     """Make a benchmark from the tasks of one split, or of all splits.
 
     Args:
+        folder: Folder of the benchmark.
+        tasks: Tasks of all splits.
         split: Split to score; None for all.
-        query_ids: Ids of all queries in the folder.
-        gold_skills: Gold skills and alternatives; None: from `pool`.
+        query_ids: Ids of all queries in the folder. Those without a task are unscored.
+        pool: The benchmark's own pool.
+        gold_skills: Skills to add to other pools. By default, those of `pool` that are gold or an
+            alternative.
+        notes: Sentences for the report.
+
+    Raises:
+        SkilltrainError: There is no task, a query has two splits, or `check_relevance` fails.
     """
     scored = _tasks_by_query(folder, tasks, split)
     if gold_skills is None:
-        gold_ids = set()
+        gold_ids: set[str] = set()
         for task in scored.values():
             gold_ids.update(task.relevance.gold, task.relevance.alternatives)
         gold_skills = [skill for skill in pool if skill.skill_id in gold_ids]
@@ -183,11 +185,23 @@ def make_benchmark(
 
 
 def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> dict[str, Task]:
-    """Check the tasks of a split and return them by query id. If `split` is None, use all tasks."""
+    """Check the tasks of a split and return them by query id. If `split` is None, use all tasks.
+
+    Query ids are distinct within a split, so a repeated id means that its query has two splits.
+    """
     if not tasks:
         raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
+    if split is not None:
+        splits = Counter(task.query.split for task in tasks)
+        tasks = [task for task in tasks if task.query.split == split]
+        if not tasks:
+            problem = f"holds no query of split '{split}'"
+            counts = ", ".join(f"{name} ({count})" for name, count in sorted(splits.items()))
+            fix = f"its splits are {counts}"
+            raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
+
     scored = {}
-    for task in _tasks_of_split(folder, tasks, split):
+    for task in tasks:
         query_id = task.query.query_id
         if query_id in scored:
             problem = f"query '{query_id}' has two splits"
@@ -202,20 +216,6 @@ def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> d
     return scored
 
 
-def _tasks_of_split(folder: Path, tasks: Sequence[Task], split: str | None) -> Sequence[Task]:
-    """Return the tasks of a split, of which there must be at least one; None: all tasks."""
-    if split is None:
-        return tasks
-    split_tasks = [task for task in tasks if task.query.split == split]
-    if not split_tasks:
-        problem = f"holds no query of split '{split}'"
-        splits = Counter(task.query.split for task in tasks)
-        counts = ", ".join(f"{name} ({count})" for name, count in sorted(splits.items()))
-        fix = f"its splits are {counts}"
-        raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
-    return split_tasks
-
-
 def name_of(folder: Path) -> str:
     """Return the name of a folder, or of its parent if it is called `data`."""
     resolved = folder.resolve()
@@ -227,15 +227,17 @@ def name_of(folder: Path) -> str:
 def as_tier(benchmark: Benchmark) -> Benchmark:
     """Make a benchmark a tier: one of several benchmarks that `join_tiers` joins into one.
 
-    The query `sum-columns` of the tier `easy` becomes `sum-columns@easy`. In all tiers, its cluster
-    is `sum-columns`.
+    Its name becomes part of its query ids, and the label `tier`. For example, the query
+    `sum-columns` of the tier `easy` becomes `sum-columns@easy`.
     """
     tier = benchmark.name
-    tasks = []
+    tasks: list[Task] = []
     for task in benchmark.tasks:
         query_id = task.query.query_id
         query = replace(task.query, query_id=f"{query_id}@{tier}")
         labels = {**task.labels, "tier": tier}
+        # All tiers use the original query id as cluster, so the bootstrap draws a query together
+        # with its repetitions in other tiers.
         tasks.append(replace(task, query=query, labels=labels, cluster=query_id))
     unscored = frozenset(f"{query_id}@{tier}" for query_id in benchmark.unscored)
     return replace(benchmark, tasks=tuple(tasks), unscored=unscored)
@@ -244,21 +246,29 @@ def as_tier(benchmark: Benchmark) -> Benchmark:
 def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
     """Join several benchmarks, which are ranked over different pools, into one.
 
+    The joined benchmark has the queries of all tiers. Query ids do not repeat, because `as_tier`
+    has added the tier's name: `sum-columns@easy`.
+
     Args:
         tiers: The benchmarks, made by `as_tier`. Each keeps its own pool.
+
+    Raises:
+        SkilltrainError: Two tiers have the same name.
     """
     if len(tiers) == 1:
         return tiers[0]
+    # Equal names would give equal query ids. Look at the most frequent name only.
     name, count = Counter(tier.name for tier in tiers).most_common(1)[0]
     if count > 1:
         problem = f"two tiers are named '{name}'"
         fix = "give each folder a name of its own"
         raise SkilltrainError("repeated-name", problem, where="benchmark", fix=fix)
 
-    tasks = []
-    notes = []
+    tasks: list[Task] = []
+    notes: list[str] = []
     for tier in tiers:
         tasks += tier.tasks
+        # A note must say which tier it is about.
         notes += [f"{tier.name}: {note}" for note in tier.notes]
     return Benchmark(
         name=" + ".join(tier.name for tier in tiers),
@@ -287,24 +297,39 @@ def gold_in_pool(relevance: Relevance, pool: Container[str]) -> list[str]:
 
 
 def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
-    """Check that a pool has the gold skills, and remove gains of skills that it lacks.
+    """Check that a pool has the gold skills, and remove gains of skills that are not in the pool.
+
+    A gold skill keeps its gain even if the pool lacks it, because the pool then has an alternative
+    that takes its place. Other skills that the pool lacks lose their gain, so that a perfect
+    ranking has nDCG 1, as in the released evaluation. SkillRouter's easy pool, for example, lacks
+    the degraded copies.
 
     Args:
+        benchmark: The benchmark.
         skill_ids: Ids of the skills in the pool.
 
+    Returns:
+        The benchmark as it is scored over the pool.
+
     Raises:
-        SkilltrainError: The pool lacks a gold skill and its alternatives.
+        SkilltrainError: The pool lacks a gold skill and all of its alternatives.
     """
     pool = frozenset(skill_ids)
-    missing = []
-    tasks = []
+    missing: list[str] = []
+    tasks: list[Task] = []
     for task in benchmark.tasks:
         relevance = task.relevance
-        for gold_id in _missing_gold(relevance, pool):
+        gold = relevance.gold
+        replaceable_ids: set[str] = set()  # gold skills with an alternative in the pool
+        for alternative_id, gold_id in relevance.alternatives.items():
+            if alternative_id in pool:
+                replaceable_ids.add(gold_id)
+        for gold_id in sorted(gold - pool - replaceable_ids):
             missing.append(f"gold skill '{gold_id}' of query '{task.query.query_id}'")
-        gains = {}
+
+        gains: dict[str, float] = {}
         for skill_id, gain in relevance.gains.items():
-            if skill_id in pool or skill_id in relevance.gold:
+            if skill_id in pool or skill_id in gold:
                 gains[skill_id] = gain
         tasks.append(replace(task, relevance=replace(relevance, gains=gains)))
     if missing:
@@ -316,44 +341,35 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
     return replace(benchmark, tasks=tuple(tasks))
 
 
-def _missing_gold(relevance: Relevance, pool: frozenset[str]) -> list[str]:
-    """Return the gold skills that a pool lacks, together with all their alternatives."""
-    alternatives = relevance.alternatives
-    replaceable = {alternatives[skill_id] for skill_id in alternatives if skill_id in pool}
-    return sorted(relevance.gold - pool - replaceable)
-
-
 def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[str]]) -> Benchmark:
     """Add the copies of gold skills to each task, and a note that counts the tasks with copies.
 
+    Copies of a gold skill's alternatives count for the gold skill too. A judged skill is never a
+    copy, because the judgement says more. A copy of several skills counts for the one with the
+    lowest id.
+
     Args:
+        benchmark: The benchmark.
         copies_by_skill: Ids of the near-duplicates of each skill.
     """
-    tasks = []
+    tasks: list[Task] = []
     for task in benchmark.tasks:
-        copies = _copies_of_gold(task.relevance, copies_by_skill)
-        tasks.append(replace(task, relevance=replace(task.relevance, copies=copies)))
+        relevance = task.relevance
+        # Gold skills stand for themselves, and alternatives for their gold skill.
+        gold_by_skill = {gold_id: gold_id for gold_id in relevance.gold}
+        gold_by_skill.update(relevance.alternatives)
+
+        judged_ids = {*relevance.gains, *relevance.alternatives}
+        copies: dict[str, str] = {}
+        # The lowest id comes last, so its copies replace those of higher ids.
+        for skill_id in sorted(gold_by_skill, reverse=True):
+            for copy_id in copies_by_skill.get(skill_id, ()):
+                if copy_id not in judged_ids:
+                    copies[copy_id] = gold_by_skill[skill_id]
+        tasks.append(replace(task, relevance=replace(relevance, copies=copies)))
     num_with_copies = sum(bool(task.relevance.copies) for task in tasks)
     note = (
         "(copies): near-duplicates of a gold skill count as gold too; "
         f"{num_with_copies} of {len(tasks)} queries have any."
     )
     return replace(benchmark, tasks=tuple(tasks), notes=(*benchmark.notes, note))
-
-
-def _copies_of_gold(
-    relevance: Relevance, copies_by_skill: Mapping[str, Collection[str]]
-) -> dict[str, str]:
-    """Return the gold skill of each unjudged copy of a gold skill or of its alternatives.
-
-    A copy of several skills belongs to the skill with the lowest id.
-    """
-    gold_by_skill = {gold_id: gold_id for gold_id in relevance.gold}
-    gold_by_skill.update(relevance.alternatives)
-    judged_ids = {*relevance.gains, *relevance.alternatives}
-    copies = {}
-    for skill_id in sorted(gold_by_skill, reverse=True):  # the lowest id wins
-        for copy_id in copies_by_skill.get(skill_id, ()):
-            if copy_id not in judged_ids:
-                copies[copy_id] = gold_by_skill[skill_id]
-    return copies

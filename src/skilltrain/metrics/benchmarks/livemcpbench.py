@@ -6,7 +6,7 @@ cannot be gold. A task without gold is not scored. The notes of the benchmark co
 """
 
 import re
-from collections.abc import Container, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
     BenchmarkReader,
     GoldStep,
+    Task,
     make_benchmark,
     task_of,
 )
@@ -110,11 +111,11 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     tools_by_id = rows_by_id("skill", tools)
     task_rows_by_id = rows_by_id("task", task_rows)
 
-    skill_ids_by_name = {}
+    skill_ids_by_name: dict[str, list[str]] = {}
     for skill_id, tool in tools_by_id.items():
         skill_ids_by_name.setdefault(tool.name, []).append(skill_id)
 
-    tasks = []
+    tasks: list[Task] = []  # tasks with at least one gold skill
     for task_id, row in task_rows_by_id.items():
         relevance = _relevance_of(row.tools, skill_ids_by_name)
         if relevance.gold:
@@ -124,7 +125,8 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
 
     notes = _notes(task_rows_by_id, skill_ids_by_name)
     skills = [tool.skill() for tool in tools_by_id.values()]
-    return make_benchmark(folder, tasks, split, task_rows_by_id, pool=skills, notes=notes)
+    all_task_ids = task_rows_by_id.keys()  # also those of tasks without gold
+    return make_benchmark(folder, tasks, split, query_ids=all_task_ids, pool=skills, notes=notes)
 
 
 def _relevance_of(
@@ -132,14 +134,15 @@ def _relevance_of(
 ) -> Relevance:
     """Make the relevance of a task that needs some tools.
 
-    The first tool with a needed name is gold. Tools of other servers with this name are its
-    alternatives.
+    Tools of several servers may have the same name. The first tool with a needed name is gold, and
+    the others are its alternatives.
 
     Args:
         tool_names: Names of the needed tools.
+        skill_ids_by_name: Ids of the tools with each name.
     """
-    gains = {}
-    alternatives = {}
+    gains: dict[str, float] = {}
+    alternatives: dict[str, str] = {}
     for name in tool_names:
         if name in skill_ids_by_name:
             gold_id, *alternative_ids = skill_ids_by_name[name]
@@ -149,27 +152,35 @@ def _relevance_of(
     return Relevance(frozenset(gains), gains, alternatives)
 
 
-def _notes(rows: Mapping[str, _TaskRow], offered_tools: Container[str]) -> list[str]:
-    """Return sentences about tools that no server offers, and tasks that need only such tools."""
+def _notes(
+    rows: Mapping[str, _TaskRow], skill_ids_by_name: Mapping[str, Sequence[str]]
+) -> list[str]:
+    """Return sentences about tools and tasks that are not scored.
+
+    Args:
+        rows: Row of each task by its id.
+        skill_ids_by_name: Ids of the tools with each name.
+    """
     num_tools = 0
-    num_missing_tools = 0
-    num_incomplete_tasks = 0
-    unscored_ids = []
+    num_missing = 0  # needed tools that no server offers
+    num_incomplete = 0  # tasks that need such a tool
+    unscored: list[str] = []  # ids of tasks without gold
     for task_id, row in rows.items():
-        missing = [name for name in row.tools if name not in offered_tools]
+        missing = [name for name in row.tools if name not in skill_ids_by_name]
         num_tools += len(row.tools)
-        num_missing_tools += len(missing)
-        num_incomplete_tasks += bool(missing)
-        if len(missing) == len(row.tools):
-            unscored_ids.append(task_id)
+        num_missing += len(missing)
+        num_incomplete += bool(missing)
+        has_gold = len(missing) < len(row.tools)  # at least one needed tool is offered
+        if not has_gold:
+            unscored.append(task_id)
 
     notes = []
-    if num_missing_tools:
-        tools = f"{num_missing_tools} of {num_tools} needed tools ({num_incomplete_tasks} tasks)"
+    if num_missing:
+        tools = f"{num_missing} of {num_tools} needed tools ({num_incomplete} tasks)"
         notes.append(f"{tools} are offered by no server, so they cannot be gold")
-    if unscored_ids:
-        count = f"{len(unscored_ids)} of {len(rows)} tasks"
-        first = ", ".join(unscored_ids[:3])
+    if unscored:
+        count = f"{len(unscored)} of {len(rows)} tasks"
+        first = ", ".join(unscored[:3])
         notes.append(f"{count} have no gold and are not scored: {first}")
     return notes
 

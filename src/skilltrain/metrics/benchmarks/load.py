@@ -13,6 +13,7 @@ from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
     BenchmarkReader,
     GoldStep,
+    Task,
     as_tier,
     join_tiers,
     make_benchmark,
@@ -57,7 +58,10 @@ def read_unserved(file: Path) -> list[Query]:
 
 
 def read_tables(folder: Path, split: str | None) -> Benchmark:
-    """Read a benchmark from our tables. Steps of compound tasks are in plans.parquet, if it exists.
+    """Read a benchmark from our tables.
+
+    A required skill is gold. If several required skills do the same, one is gold, and the others
+    are its alternatives. Steps of compound tasks are in plans.parquet, if it exists.
 
     Args:
         folder: Folder of the tables.
@@ -67,8 +71,10 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         check_regular(table_path(folder, spec))
     queries = read_queries(folder)
     judgements = read_table(folder, JUDGEMENTS)
+
+    # For each query, the verdict by skill id, and rows with the reason and group of each skill.
     verdicts = verdicts_by_query(judgements)
-    rows_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
+    reasons_by_query = _by_query(judgements.select(["query_id", "skill_id", "reason", "group"]))
     steps_by_query = _read_steps(folder)
 
     unknown = {*verdicts, *steps_by_query} - {query.query_id for query in queries}
@@ -77,27 +83,27 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
         problem += f", first '{min(unknown)}'"
         raise SkilltrainError("unknown-query", problem, where=folder)
 
-    tasks = []
+    tasks: list[Task] = []
     file = table_path(folder, JUDGEMENTS)
     for query in queries:
-        query_id = query.query_id
-        rows = rows_by_query.get(query_id, [])
-        relevance = _relevance_of(verdicts.get(query_id, {}), rows)
-        reasons = [row["reason"] for row in rows if row["reason"]]
+        reason_rows = reasons_by_query.get(query.query_id, [])
+        relevance = _relevance_of(verdicts.get(query.query_id, {}), reason_rows)
+        reasons = [row["reason"] for row in reason_rows if row["reason"]]
         labels = {"reason": tuple(dict.fromkeys(reasons))}  # each reason once
-        tasks.append(task_of(query, relevance, labels, file, steps_by_query.get(query_id, ())))
+        step_rows = steps_by_query.get(query.query_id, [])
+        steps = [GoldStep(row["text"], row["skill_id"] or "") for row in step_rows]
+        tasks.append(task_of(query, relevance, labels, file, steps))
     return make_benchmark(folder, tasks, split)
 
 
-def _read_steps(folder: Path) -> dict[str, list[GoldStep]]:
-    """Return the steps in the table PLANS by query id; empty if there is no such table."""
+def _read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows of PLANS by query id; empty if there is no such table."""
     file = table_path(folder, PLANS)
     if not file.exists():
         return {}
-    steps_by_query = {}
-    for query_id, rows in _by_query(read_table(folder, PLANS)).items():
-        _check_steps(rows, f"{file}, query {query_id!r}")
-        steps_by_query[query_id] = [GoldStep(row["text"], row["skill_id"] or "") for row in rows]
+    steps_by_query = _by_query(read_table(folder, PLANS))
+    for query_id, step_rows in steps_by_query.items():
+        _check_steps(step_rows, f"{file}, query {query_id!r}")
     return steps_by_query
 
 
@@ -107,15 +113,19 @@ def _check_steps(rows: Iterable[Mapping[str, Any]], where: str) -> None:
     Args:
         rows: Rows of PLANS of one query.
         where: Location that errors name.
+
+    Raises:
+        SkilltrainError: A step depends on a missing step, or on itself.
     """
     dependencies = {row["step_id"]: row["depends_on"] for row in rows}
     try:
-        all_ids = [*TopologicalSorter(dependencies).static_order()]
+        # The order also has the steps that others depend on, even if they have no row.
+        ordered_ids = [*TopologicalSorter(dependencies).static_order()]
     except CycleError as error:
-        cycle = error.args[1]  # [a, b, a]
-        problem = f"steps depend on each other: {' on '.join(cycle)}"
+        step_ids = error.args[1]  # of the cycle, such as [a, b, a]
+        problem = f"steps depend on each other: {' on '.join(step_ids)}"
         raise SkilltrainError("invalid-row", problem, where=where) from error
-    for step_id in all_ids:
+    for step_id in ordered_ids:
         if step_id not in dependencies:
             problem = f"a step depends on '{step_id}', which is no step"
             raise SkilltrainError("invalid-row", problem, where=where)
@@ -126,21 +136,24 @@ def _relevance_of(
 ) -> Relevance:
     """Make the relevance of a query.
 
-    A group holds required skills that do the same. The skill that names the group is gold, and the
-    others are its alternatives.
+    The stage `equivalents` groups required skills that do the same. A group is named by the id of
+    one of its skills. This skill is gold, and the others of the group are its alternatives. A
+    required skill without a group is gold too.
 
     Args:
         verdicts: Verdict by skill id.
+        judgement_rows: Rows of the query in the table of judgements.
     """
     required = {skill_id for skill_id, verdict in verdicts.items() if verdict is Verdict.REQUIRED}
     group_by_skill = {row["skill_id"]: row["group"] for row in judgement_rows}
-    alternatives = {}
+    alternatives: dict[str, str] = {}
     for skill_id, group in group_by_skill.items():
-        are_required = skill_id in required and group in required  # group may be None
+        # Both must be required. A skill without a group has None, which is never required.
+        are_required = skill_id in required and group in required
         if are_required and skill_id != group:
             alternatives[skill_id] = group
 
-    gains = {}
+    gains: dict[str, float] = {}
     for skill_id, verdict in verdicts.items():
         if verdict in VERDICT_GAINS and skill_id not in alternatives:
             gains[skill_id] = VERDICT_GAINS[verdict]

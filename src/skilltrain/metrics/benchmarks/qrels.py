@@ -8,13 +8,10 @@ relevant, as in trec_eval. Queries without a row are not scored.
   evaluate on.
 - SkillRet's folder `data`: skills, queries and qrels, each with one file per split. Every split has
   its own pool. The published protocol is split=test.
-
-Notes:
-    - A score of NaN is kept as a gain, so that `check_relevance` reports it.
 """
 
 import csv
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -108,7 +105,7 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
     queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries.jsonl"))
     corpus = folder / "corpus.jsonl"
     documents = rows_by_id("skill", read_rows(_Document, corpus)) if corpus.exists() else {}
-    tasks = []
+    tasks: list[Task] = []
     for file in _split_files(folder / "qrels", split):
         rows = _tsv_rows(file) if file.suffix == ".tsv" else read_rows(_Qrel, file)
         tasks += _tasks(file, rows, queries, name_of(folder))
@@ -126,15 +123,15 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
         folder: The folder.
         split: Split to score; None for all.
     """
-    tasks = []
-    pool = {}
+    tasks: list[Task] = []
+    pool: dict[str, Skill] = {}
     for file in _split_files(folder / "qrels", split):
         skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills" / file.name))
         queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries" / file.name))
         tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
 
-    # Queries of all splits.
+    # The benchmark lists the queries of other splits as unscored.
     query_files = sorted((folder / "queries").glob("*.jsonl"))
     query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]
     return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
@@ -161,35 +158,21 @@ def _tasks(
 ) -> Iterator[Task]:
     """Yield the tasks of one split, in the order of `queries`.
 
+    A task is a query with its judgements. Queries without judgements in this split are left out.
+
     Args:
-        file: File of the judgements, named after the split.
-        qrels: Judgements, each with its file and line.
+        file: File of the judgements. Its name is the split: `test.tsv` has the split `test`.
+        qrels: Judgements (query id, skill id, score), each after its file and line for errors.
         queries: Queries by id.
-        origin: Origin of the queries.
+        origin: Name of the benchmark that the queries come from.
+
+    Raises:
+        SkilltrainError: A judgement has an unknown query, or a query and a skill repeat.
     """
-    scores_by_query = _scores_by_query(qrels, queries)
-    for query_id, query_row in queries.items():
-        scores = scores_by_query.get(query_id)
-        if scores is None:
-            continue
-        # Keeps NaN, unlike `score > 0`.
-        gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
-        query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
-        yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)
-
-
-def _scores_by_query(
-    qrels: Iterable[tuple[str, _Qrel]], query_ids: Container[str]
-) -> dict[str, dict[str, float]]:
-    """Return the score of each judged skill by query id.
-
-    Args:
-        qrels: Judgements, each with its file and line.
-        query_ids: Ids of the known queries.
-    """
-    scores_by_query = {}
+    # Group the judgements: score by query id, then by skill id.
+    scores_by_query: dict[str, dict[str, float]] = {}
     for where, row in qrels:
-        if row.query_id not in query_ids:
+        if row.query_id not in queries:
             problem = f"query '{row.query_id}' is not among the queries"
             raise SkilltrainError("unknown-query", problem, where=where)
         scores = scores_by_query.setdefault(row.query_id, {})
@@ -197,7 +180,16 @@ def _scores_by_query(
             problem = f"query '{row.query_id}' and skill '{row.skill_id}' appear together twice"
             raise SkilltrainError("repeated-id", problem, where=where)
         scores[row.skill_id] = row.score
-    return scores_by_query
+
+    for query_id, query_row in queries.items():
+        scores = scores_by_query.get(query_id)
+        if scores is None:
+            continue  # the query belongs to another split
+        # A skill is gold if its score is above 0, and its score is its gain in nDCG. The condition
+        # also keeps NaN, so that `check_relevance` reports the NaN.
+        gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
+        query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
+        yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)
 
 
 def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:

@@ -5,6 +5,7 @@ from pathlib import Path
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
     BenchmarkReader,
+    Task,
     make_benchmark,
     task_of,
 )
@@ -40,7 +41,7 @@ def read_r3_skill(folder: Path, split: str | None) -> Benchmark:
         split: Split to score; None for all.
     """
     skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills_test.jsonl"))
-    tasks = []
+    tasks: list[Task] = []
     for where, row in read_rows(_QueryRow, folder / "test.jsonl"):
         line_number = where.rpartition(" ")[2]  # of `FILE, line 17`
         query = Query(f"test-{line_number}", row.query, kind="", origin="r3", split="test")

@@ -8,7 +8,6 @@ note on a task's environment) is ignored.
 `easy` and `hard` are tiers: two pools of the same tasks. Only `hard` has the degraded copies.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -64,24 +63,47 @@ class _PoolRow(NamedRow):
 
 
 def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
-    """Read the scored tasks, and gold_skills.jsonl if it exists.
+    """Read a benchmark in the format of SkillRouter.
+
+    tasks.jsonl has the queries, relevance.json their gold skills, and gold_skills.jsonl, which may
+    be missing, the texts of the gold skills.
 
     Args:
-        folder: The folder.
-        split: Split to score; None for all.
+        folder: Folder of these files.
+        split: Split to score; None for all. All tasks have the split `test`.
+
+    Raises:
+        SkilltrainError: A file has wrong content, or a task is in only one of the two files.
     """
     file = folder / "relevance.json"
     entries = read_json(file)
     if not isinstance(entries, dict):
         raise SkilltrainError("invalid-row", "expected a map of task_id to relevance", where=file)
     rows = rows_by_id("task", read_rows(_TaskRow, folder / "tasks.jsonl"))
-    _check_task_ids(rows, entries, folder)
+    # Ids that are in only one of the two files.
+    unmatched = entries.keys() ^ rows.keys()
+    if unmatched:
+        task_id = min(unmatched)
+        incomplete = "relevance.json" if task_id in rows else "tasks.jsonl"
+        problem = f"{incomplete} lacks task '{task_id}' ({len(unmatched)} on one side only)"
+        raise SkilltrainError("unknown-query", problem, where=folder)
 
-    tasks = []
+    tasks: list[Task] = []
     for task_id, row in rows.items():
         entry = parse_row(_RelevanceRow, entries[task_id], f"{file}, task {task_id}")
-        if entry.task_type != "generic_only":
-            tasks.append(_make_task(row, entry, file))
+        # The released evaluation does not score tasks that need only generic skills.
+        if entry.task_type == "generic_only":
+            continue
+
+        # As in the released evaluation, `core_gt_ids` are the gold skills if the entry has them.
+        # Otherwise they are `gt_skill_ids`. `entry.relevance` holds the gains for nDCG.
+        gold = entry.core_gt_ids
+        if gold is None:
+            gold = entry.gt_skill_ids
+        relevance = Relevance(frozenset(gold), entry.relevance)
+        labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
+        query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
+        tasks.append(task_of(query, relevance, labels, file))
 
     gold_file = folder / "gold_skills.jsonl"
     gold_skills = _read_skills(gold_file) if gold_file.exists() else ()
@@ -90,28 +112,10 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
     if num_skipped:
         count = f"{num_skipped} of {len(rows)} tasks"
         notes.append(f"{count} need generic skills only and are not scored")
-    return make_benchmark(folder, tasks, split, rows, gold_skills=gold_skills, notes=notes)
-
-
-def _check_task_ids(
-    rows: Mapping[str, object], entries: Mapping[str, object], folder: Path
-) -> None:
-    """Check that tasks.jsonl and relevance.json have the same tasks."""
-    unmatched = entries.keys() ^ rows.keys()
-    if unmatched:
-        task_id = min(unmatched)
-        incomplete = "relevance.json" if task_id in rows else "tasks.jsonl"
-        problem = f"{incomplete} lacks task '{task_id}' ({len(unmatched)} on one side only)"
-        raise SkilltrainError("unknown-query", problem, where=folder)
-
-
-def _make_task(row: _TaskRow, entry: _RelevanceRow, file: Path) -> Task:
-    """Make a task from its rows in tasks.jsonl and in relevance.json."""
-    gold = entry.gt_skill_ids if entry.core_gt_ids is None else entry.core_gt_ids
-    relevance = Relevance(frozenset(gold), entry.relevance)
-    labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
-    query = Query(row.row_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
-    return task_of(query, relevance, labels, file)
+    # Tasks that were skipped are in `query_ids`, so that they are known as unscored queries.
+    return make_benchmark(
+        folder, tasks, split, query_ids=rows.keys(), gold_skills=gold_skills, notes=notes
+    )
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:

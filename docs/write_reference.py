@@ -1,4 +1,4 @@
-"""Write docs/stages.md from the classes of the stages: `python docs/write_stages.py`."""
+"""Write the reference pages of stages and commands: `python docs/write_reference.py`."""
 
 import types
 import typing
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import typer
+import typer.cli
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
@@ -16,25 +17,49 @@ from skilltrain.config import sections_of
 from skilltrain.runs import is_input
 from skilltrain.stage import STAGES, Stage, command_of, load_stage
 
-PAGE = Path(__file__).with_name("stages.md")
-INTRODUCTION = """\
-# Stages
+FOLDER = Path(__file__).with_name("reference")
+STAGES_INTRODUCTION = """\
+# Stages and settings
 
 A stage reads tables or models and writes one folder, `out`. Its settings are written `key=value`
 on the command line, or in a recipe. `skilltrain COMMAND --help-all` also lists the settings within
 sections, and `skilltrain recipes --schema STAGE` prints the JSON Schema of a recipe.
 
-This page is written by `python docs/write_stages.py`.
+This page is written by `python docs/write_reference.py`.
+"""
+COMMANDS_INTRODUCTION = """\
+# Commands
+
+`skilltrain COMMAND --help` shows an example and the settings. Commands that run a stage take its
+[settings](stages.md) as `key=value`. `--debug` after any command shows the traceback of an error.
+
+This page is written by `python docs/write_reference.py`.
+
 """
 TYPE_NAMES = {str: "text", int: "integer", float: "number", bool: "true or false", Path: "path"}
 
 
-def page() -> str:
-    """Return the text of docs/stages.md."""
+def pages() -> dict[Path, str]:
+    """Return the text of each generated page by its path."""
+    return {FOLDER / "stages.md": stages_page(), FOLDER / "commands.md": commands_page()}
+
+
+def commands_page() -> str:
+    """Return the page of all commands, as typer documents them."""
+    program = typer.main.get_command(app)
+    context = typer.Context(program, info_name="skilltrain")
+    text = typer.cli.get_docs_for_click(obj=program, ctx=context, name="skilltrain")
+    # The list of all commands cuts their help; each command has a section of its own.
+    first_command = text.index("\n## ") + 1
+    return COMMANDS_INTRODUCTION + text[first_command:].rstrip() + "\n"
+
+
+def stages_page() -> str:
+    """Return the page of all stages with their settings."""
     sections_by_panel: defaultdict[str, list[str]] = defaultdict(list)
     for name in STAGES:
         sections_by_panel[panel_of(name)].append(stage_section(name, load_stage(name)))
-    parts = [INTRODUCTION]
+    parts = [STAGES_INTRODUCTION]
     for panel, sections in sections_by_panel.items():
         parts += [f"## {panel}\n", *sections]
     return "\n".join(parts)
@@ -96,4 +121,5 @@ def type_text(annotation: Any) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(), encoding="utf-8")
+    for path, text in pages().items():
+        path.write_text(text, encoding="utf-8")
