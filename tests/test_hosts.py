@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -14,12 +15,13 @@ pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 from mcp import Client, StdioServerParameters
 
 from skilltrain import Router
+from skilltrain import __version__ as skilltrain_version
 from skilltrain.data.pool.read import read_pool
 from small_library import skilltrain, succeeds, write_library
 
 ROOT = Path(__file__).parents[1]
 PROGRAM = str(Path(sys.executable).with_name("skilltrain"))
-HOOK = {"hooks": [{"type": "command", "command": "skilltrain-hook"}]}
+OWN_SKILL = ROOT / "skills" / "skilltrain"
 
 
 @pytest.fixture(scope="module")
@@ -121,3 +123,75 @@ def test_config_needs_a_router(tmp_path):
     outcome = skilltrain("serve", tmp_path, "--print-config", "cursor")
 
     assert str(tmp_path) in outcome.only_line
+
+
+# Plugin and skill -------------------------------------------------------------
+
+
+def read_json(name: str):
+    return json.loads((ROOT / name).read_text())
+
+
+def test_the_marketplace_offers_the_plugin():
+    marketplace = read_json(".claude-plugin/marketplace.json")
+    plugin = read_json(".claude-plugin/plugin.json")
+
+    (offered,) = marketplace["plugins"]
+    assert marketplace["owner"]["name"]
+    assert (offered["name"], offered["source"]) == (plugin["name"], "./")
+    assert offered["description"] == plugin["description"]
+    assert plugin["version"] == skilltrain_version
+
+
+@pytest.mark.parametrize("file", [".claude-plugin/plugin.json", "examples/codex/.codex/hooks.json"])
+def test_hooks_run_our_command(file):
+    hooks = read_json(file)["hooks"]
+
+    (group,) = hooks["UserPromptSubmit"]
+    (handler,) = group["hooks"]
+    assert (handler["type"], handler["command"]) == ("command", "skilltrain-hook")
+
+
+def test_the_own_skill_is_valid():
+    validator = pytest.importorskip("skills_ref.validator", reason="needs skills-ref")
+
+    assert validator.validate(OWN_SKILL) == []
+
+
+def test_the_own_skill_raises_no_flag():
+    router = Router([*read_pool(OWN_SKILL.parent)], "lexical")
+
+    answer = router.route("train a skill router", 1)
+
+    assert answer.skills[0].flags == ()
+
+
+@pytest.fixture(scope="module")
+def router_with_own_skill():
+    library = read_pool(ROOT / "examples" / "skill_library" / "skills")
+    return Router([*library, *read_pool(OWN_SKILL.parent)], "lexical")
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "my agent has 300 skills and keeps loading the wrong one",
+        "fine-tune an encoder on our SKILL.md files",
+        "train a skill router and serve it over MCP",
+        "how good is our skill router on held-out requests",
+    ],
+)
+def test_the_own_skill_is_found(router_with_own_skill, task):
+    answer = router_with_own_skill.route(task, 1)
+
+    assert answer.skills[0].skill_id == "skilltrain"
+
+
+def test_the_own_skill_names_real_commands():
+    text = (OWN_SKILL / "SKILL.md").read_text()
+
+    commands = set(re.findall(r"`skilltrain ([a-z-]+)", text))
+
+    assert commands == {"fit", "route", "queries", "evaluate", "serve", "index"}
+    for command in commands:
+        succeeds(command, "--help")
