@@ -1,7 +1,6 @@
 """The HTTP server under the MCP conformance suite, and under clients of the Skills extension."""
 
 import asyncio
-import json
 import re
 import socket
 import subprocess

@@ -58,6 +58,28 @@ AllowedOrigins = Annotated[
         help="origin of web pages that may use it (http), e.g. https://a.example; may be repeated",
     ),
 ]
+ServedRouter = Annotated[
+    Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
+]
+Transport = Annotated[
+    Literal["stdio", "http"],
+    typer.Option(help="stdio is for one agent, which starts the command"),
+]
+FlaggedSkills = Annotated[
+    Literal["mark", "withhold"],
+    typer.Option(help="what to do with skills flagged by the screening"),
+]
+LogFolder = Annotated[
+    Path | None,
+    typer.Option(help="folder for a log of requests and answers (QUERIES, RANKINGS)"),
+]
+TokenVariable = Annotated[
+    str, typer.Option(help="environment variable with the token that clients must send (http)")
+]
+ConfiguredHost = Annotated[
+    Host | None,
+    typer.Option(help="print the configuration with which an agent host starts this command"),
+]
 if TYPE_CHECKING:
     from skilltrain.serving.answer import RoutedSkill
     from skilltrain.serving.router import Router
@@ -222,34 +244,18 @@ def open_routing(
 
 @app.command(rich_help_panel="Use")
 def serve(
-    router: Annotated[
-        Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
-    ],
-    mcp: Annotated[
-        Literal["stdio", "http"],
-        typer.Option(help="stdio is for one agent, which starts the command"),
-    ] = "stdio",
+    router: ServedRouter,
+    mcp: Transport = "stdio",
     watch: WatchedFolders = None,
     allow_server: AllowServer = None,
-    flagged: Annotated[
-        Literal["mark", "withhold"],
-        typer.Option(help="what to do with skills flagged by the screening"),
-    ] = "mark",
-    log: Annotated[
-        Path | None,
-        typer.Option(help="folder for a log of requests and answers (QUERIES, RANKINGS)"),
-    ] = None,
+    flagged: FlaggedSkills = "mark",
+    log: LogFolder = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
     allowed_host: AllowedHosts = None,
     allowed_origin: AllowedOrigins = None,
-    token_env: Annotated[
-        str, typer.Option(help="environment variable with the token that clients must send (http)")
-    ] = "",
-    print_config: Annotated[
-        Host | None,
-        typer.Option(help="print the configuration with which an agent host starts this command"),
-    ] = None,
+    token_env: TokenVariable = "",
+    print_config: ConfiguredHost = None,
 ) -> None:
     """Serve a router over MCP: on stdio, or on HTTP with /route, /embed, /rerank and /metrics.
 
