@@ -128,6 +128,7 @@ def test_other_text_than_prompt_is_not_sent(text):
         {"prompt": " <task-notification> merge"},
         {"prompt": "<system-reminder>merge the pdfs</system-reminder>"},
         {"prompt": '<cross-session-message from="a">merge the pdfs'},
+        {"prompt": '<teammate-message teammate_id="a">merge the pdfs'},
         {"prompt": "[SYSTEM NOTIFICATION - NOT USER INPUT] pdfs"},
         {"prompt": "merge the pdfs", "agent_id": "a1"},
     ],

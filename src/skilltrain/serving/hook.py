@@ -37,6 +37,7 @@ _NOT_FROM_USER = (
     "<task-notification>",
     "<system-reminder>",
     "<cross-session-message",
+    "<teammate-message",
     "[SYSTEM NOTIFICATION",
 )
 _HEAD = (
