@@ -121,6 +121,32 @@ def test_other_text_than_prompt_is_not_sent(text):
     assert requests == []
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"prompt": "<task-notification>\n<summary>pdfs are merged</summary>"},
+        {"prompt": " <task-notification> merge"},
+        {"prompt": "<system-reminder>merge the pdfs</system-reminder>"},
+        {"prompt": '<cross-session-message from="a">merge the pdfs'},
+        {"prompt": '<teammate-message teammate_id="a">merge the pdfs'},
+        {"prompt": "[SYSTEM NOTIFICATION - NOT USER INPUT] pdfs"},
+        {"prompt": "merge the pdfs", "agent_id": "a1"},
+    ],
+)
+def test_a_prompt_of_no_user_is_not_sent(values):
+    with server(json.dumps(ANSWER).encode()) as (address, requests):
+        assert hook(address, json.dumps(values)) == ""
+
+    assert requests == []
+
+
+def test_a_user_may_quote_a_notification():
+    text = json.dumps({"prompt": "what does <task-notification> mean"})
+
+    with server(json.dumps(ANSWER).encode()) as (address, _):
+        assert "pdf-merge" in hook(address, text)
+
+
 @pytest.mark.parametrize("text", ["not json", "\ufeff合并文件", '"quoted" words', "5 pdfs"])
 def test_plain_text_is_a_prompt(text):
     with server(json.dumps(ANSWER).encode()) as (address, requests):

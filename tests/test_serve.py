@@ -263,7 +263,9 @@ def test_files_of_a_skill_are_listed(bundled):
 
     assert [str(resource.uri) for resource in listed.resources] == BUNDLED_URIS
     assert [resource.size for resource in listed.resources[1:]] == [5, 12]
-    assert listed.resources[2].name == "pdf/scripts/merge it.py"
+    skill_file, _, script = listed.resources
+    assert (skill_file.name, skill_file.description) == ("pdf", "merge pdf files")
+    assert script.name == "pdf/scripts/merge it.py"
     assert listed.next_cursor is None
 
 

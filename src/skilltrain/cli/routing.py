@@ -1,5 +1,7 @@
 """Commands that make a router, use it and serve it."""
 
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 from shlex import join, quote
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -20,6 +22,7 @@ from skilltrain.cli.app import (
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import cache_folder
+from skilltrain.serving.hosts import CONFIG_FILES, Host, host_config
 from skilltrain.terminal import say
 from skilltrain.texts import printable
 
@@ -54,6 +57,28 @@ AllowedOrigins = Annotated[
     typer.Option(
         help="origin of web pages that may use it (http), e.g. https://a.example; may be repeated",
     ),
+]
+ServedRouter = Annotated[
+    Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
+]
+Transport = Annotated[
+    Literal["stdio", "http"],
+    typer.Option(help="stdio is for one agent, which starts the command"),
+]
+FlaggedSkills = Annotated[
+    Literal["mark", "withhold"],
+    typer.Option(help="what to do with skills flagged by the screening"),
+]
+LogFolder = Annotated[
+    Path | None,
+    typer.Option(help="folder for a log of requests and answers (QUERIES, RANKINGS)"),
+]
+TokenVariable = Annotated[
+    str, typer.Option(help="environment variable with the token that clients must send (http)")
+]
+ConfiguredHost = Annotated[
+    Host | None,
+    typer.Option(help="print the configuration with which an agent host starts this command"),
 ]
 if TYPE_CHECKING:
     from skilltrain.serving.answer import RoutedSkill
@@ -219,34 +244,24 @@ def open_routing(
 
 @app.command(rich_help_panel="Use")
 def serve(
-    router: Annotated[
-        Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
-    ],
-    mcp: Annotated[
-        Literal["stdio", "http"],
-        typer.Option(help="stdio is for one agent, which starts the command"),
-    ] = "stdio",
+    router: ServedRouter,
+    mcp: Transport = "stdio",
     watch: WatchedFolders = None,
     allow_server: AllowServer = None,
-    flagged: Annotated[
-        Literal["mark", "withhold"],
-        typer.Option(help="what to do with skills flagged by the screening"),
-    ] = "mark",
-    log: Annotated[
-        Path | None,
-        typer.Option(help="folder for a log of requests and answers (QUERIES, RANKINGS)"),
-    ] = None,
+    flagged: FlaggedSkills = "mark",
+    log: LogFolder = None,
     host: Annotated[str, typer.Option(help="address to listen on (http)")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="port to listen on (http)")] = 8765,
     allowed_host: AllowedHosts = None,
     allowed_origin: AllowedOrigins = None,
-    token_env: Annotated[
-        str, typer.Option(help="environment variable with the token that clients must send (http)")
-    ] = "",
+    token_env: TokenVariable = "",
+    print_config: ConfiguredHost = None,
 ) -> None:
     """Serve a router over MCP: on stdio, or on HTTP with /route, /embed, /rerank and /metrics.
 
     Example: skilltrain serve runs/router --mcp http --watch my_skills
+
+    Example: skilltrain serve runs/router --print-config cursor
     """
     from skilltrain.serving.router import Router
 
@@ -261,20 +276,48 @@ def serve(
             fix="pip install 'skilltrain[serve]'",
         ) from error
 
+    if print_config and mcp == "http":
+        problem = "--print-config is for --mcp stdio"
+        raise SkilltrainError("conflicting-settings", problem, where="skilltrain serve")
     watched_folders = watch or []
     opened_router = Router.load(router, allow_server or ())
     if watched_folders:
         # Check the folders now, so that the command fails before it serves.
         watched_contents(opened_router, watched_folders)
+    arguments = _stdio_arguments(router, watched_folders, allow_server or [], flagged, log)
+    if print_config:
+        program = Path(sys.executable).with_name("skilltrain")
+        typer.echo(host_config(print_config, str(program), arguments))
+        say(f"for {CONFIG_FILES[print_config]}")
+        return
+
     route_log = RouteLog(log) if log else None
     if mcp == "stdio":
-        words = ["skilltrain", "serve", str(router.resolve())]
-        for folder in watched_folders:
-            words += ["--watch", str(folder)]
-        say(f"for an agent to start: claude mcp add skilltrain -- {join(words)}")
+        command = join(["skilltrain", *arguments])
+        say(f"for an agent to start: claude mcp add skilltrain -- {command}")
         service = Service(opened_router, flagged, route_log, shows_folders=True)
         serve_stdio(service, watched_folders)
     else:
         access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
         service = Service(opened_router, flagged, route_log, shows_folders=access.is_local)
         serve_http(service, watched_folders, host, port, access)
+
+
+def _stdio_arguments(
+    router: Path,
+    watched_folders: Sequence[Path],
+    allow_server: Sequence[str],
+    flagged: str,
+    log: Path | None,
+) -> list[str]:
+    """Return the arguments with which an agent host starts this server from any folder."""
+    arguments = ["serve", str(router.resolve())]
+    for folder in watched_folders:
+        arguments += ["--watch", str(folder)]
+    for url in allow_server:
+        arguments += ["--allow-server", url]
+    if flagged != "mark":
+        arguments += ["--flagged", flagged]
+    if log is not None:
+        arguments += ["--log", str(log.resolve())]
+    return arguments

@@ -320,11 +320,16 @@ def _answer_tool(service: Service, name: str, arguments: dict[str, Any]) -> Any:
 
 
 def _file_entries(skill: Skill) -> Entries:
-    """Return URI, name and size of each file of a skill."""
+    """Return URI, name and size of each file of a skill. The first is SKILL.md.
+
+    SKILL.md has the name and description of the skill. Others are named by their path.
+    """
     entries: Entries = []
     for uri, content in skill_files(skill).items():
         name = untrusted_line(unquote(uri.removeprefix(URI_SCHEME)))
         entries.append({"uri": uri, "name": name, "size": len(content), "_meta": _UNTRUSTED})
+    entries[0]["name"] = untrusted_line(skill.name)
+    entries[0]["description"] = untrusted_line(skill.description)
     return entries
 
 

@@ -1,0 +1,101 @@
+"""The HTTP server under the MCP conformance suite, and under clients of the Skills extension."""
+
+import asyncio
+import re
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import yaml
+
+pytest.importorskip("mcp", reason="needs skilltrain[serve]")
+
+from small_library import succeeds, write_library
+
+ROOT = Path(__file__).parents[1]
+FOLDER = Path(__file__).parent / "mcp_conformance"
+NODE = FOLDER / "node_modules" / ".bin" / "node"
+SUITE = FOLDER / "node_modules" / "@modelcontextprotocol" / "conformance" / "dist" / "index.js"
+NOT_APPLICABLE = FOLDER / "not_applicable.yaml"
+PAGE = ROOT / "docs" / "guides" / "mcp_conformance.md"
+
+
+def is_healthy(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(f"{address}/health").status == 200
+    except urllib.error.URLError:
+        return False
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """Serve the small library over HTTP; yield the address."""
+    folder = tmp_path_factory.mktemp("conformance")
+    skills = write_library(folder / "library") / "skills"
+    router = folder / "router"
+    succeeds("index", f"pool={skills}", "rankers=[{kind: lexical}]", f"out={router}")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "skilltrain", "serve", str(router), "--mcp", "http"]
+    command += ["--port", str(port), "--allowed-origin", address]
+
+    with subprocess.Popen(command) as process:
+        try:
+            while not is_healthy(address):
+                assert process.poll() is None
+                time.sleep(0.1)
+            yield address
+        finally:
+            process.kill()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not SUITE.exists(), reason="needs the suite: npm install --prefix tests/mcp_conformance"
+)
+@pytest.mark.parametrize(
+    "scenarios", [("--suite", "all"), ("--requirements", "2025-11-25")], ids=["all", "2025-11-25"]
+)
+def test_applicable_scenarios_pass(server, scenarios, tmp_path):
+    command = [NODE, SUITE, "server", "--url", f"{server}/mcp", *scenarios]
+    command += ["--expected-failures", NOT_APPLICABLE, "--output-dir", tmp_path]
+
+    outcome = subprocess.run(command, capture_output=True, text=True, timeout=240)
+
+    assert outcome.returncode == 0, outcome.stdout
+    assert "✓ sep-2640-skills-enumeration" in outcome.stdout or "2025-11-25" in scenarios
+
+
+def test_page_lists_what_does_not_apply():
+    excluded = yaml.safe_load(NOT_APPLICABLE.read_text())["server"]
+
+    table_rows = re.findall(r"^\| .* \|$", PAGE.read_text(), re.MULTILINE)
+    listed = re.findall(r"`([^`]+)`", "\n".join(table_rows))
+
+    assert sorted(listed) == sorted(excluded)
+
+
+@pytest.mark.slow
+def test_fastmcp_lists_searches_and_loads(server):
+    fastmcp = pytest.importorskip("fastmcp", reason="needs FastMCP 4.2 or newer")
+    skills_client = pytest.importorskip("fastmcp.skills", reason="needs FastMCP 4.2 or newer")
+    extension = skills_client.SkillsClientExtension()
+
+    async def use_skills():
+        async with fastmcp.Client(f"{server}/mcp", extensions=[extension]) as client:
+            listed = await client.list_skills()
+            found = await client.call_tool("search_skills", {"query": "merge pdf files", "k": 1})
+            uri = found.structured_content["skills"][0]["uri"]
+            return listed, await client.read_skill(uri)
+
+    listed, skill = asyncio.run(use_skills())
+
+    assert len(listed) == 20
+    assert skill.name == "pdf-merge"
+    assert b"join their pages" in skill.files["SKILL.md"].lower()
