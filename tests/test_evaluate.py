@@ -19,7 +19,7 @@ from skilltrain.llm.answers import estimate_tokens
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.runs import dry_run
+from skilltrain.runs import dry_run, run_stage
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
 
 SKILLS_OF_POOL = [
@@ -141,6 +141,18 @@ def test_only_named_systems_run(folder):
     assert metrics["notes"] == [
         "2 of 3 systems ran (only). P-values are corrected as if all had run."
     ]
+
+
+def test_only_needs_inputs_of_its_rows(folder):
+    saved = {"name": "saved", "rankers": [{"kind": "saved", "rankings": folder / "missing"}]}
+    (folder / "out").rmdir()
+    settings = {"pool": folder / "pool", "systems": [BM25, saved], "measures": ["Hit@1"]}
+
+    run_stage(config_of(folder, **settings, only=["bm25"]), resume=False)
+
+    assert list(means(folder)) == ["bm25"]
+    with raises("not-found"):
+        run_stage(config_of(folder, **settings, only=["saved"]), resume=False)
 
 
 def test_only_keeps_comparison_family(folder):

@@ -129,6 +129,12 @@ class Evaluate(Stage):
             return self.systems
         return tuple(system for system in self.systems if system.name in self.only)
 
+    def unused_settings(self) -> frozenset[str]:
+        """Return the keys of the systems that do not run."""
+        selected = self.selected_systems
+        keys = {f"systems.{n}": system for n, system in enumerate(self.systems)}
+        return frozenset(key for key, system in keys.items() if system not in selected)
+
     @property
     def scored(self) -> tuple[Measure, ...]:
         """All measures: `measures` and, if there are `clusters`, the same with copies."""
