@@ -194,8 +194,8 @@ class TrainEncoder(Train):
     )
     in_batch_mask: InBatchMask = Field(
         default="clusters",
-        description="what is no in-batch negative, each with those before it: none, positives "
-        "(skills judged for the query), skills of their names, near-duplicates (clusters)",
+        description="skills that are no in-batch negatives: none; positives (judged for the "
+        "query); names: also skills of their names; clusters: also near-duplicates",
     )
     near_duplicates: float | None = Field(
         default=0.6,
