@@ -285,35 +285,41 @@ def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]
 def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
     """Return the system and the user message for one query, the same in every attempt."""
     skill = query.skill
-    if query.is_terse:
-        style = "terse"
-        length = TERSE_LENGTH
-    else:
-        # If the settings give no style, draw one at random. The styles to choose from belong to
-        # the prompt named "styles", but they are drawn for every prompt.
-        possible_styles = PROMPTS["styles"]["drawn"]
-        number = stable_number(config.seed, "style", f"{skill.skill_id}#{query.number}")
-        style = config.style or possible_styles[number % len(possible_styles)]
-        length = f"about {config.num_words} words"
+    style, length = _style_and_length(config, query)
+    fields = {
+        "name": untrusted_line(skill.name),
+        "category": untrusted_line(skill.category or "unknown"),
+        "description": untrusted_line(skill.description, _DESCRIPTION_CHARS),
+        "body": untrusted_text(skill.body, config.body_chars),
+    }
 
     texts = load_prompt(config.prompt)
     material = untrusted_skill(skill, _DESCRIPTION_CHARS, config.body_chars)
-    category = untrusted_line(skill.category or "unknown")
     if texts.get("shows_category"):
-        material = f"Category: {category}\n{material}"
+        material = f"Category: {fields['category']}\n{material}"
     return render_prompt(
         texts,
         material,
-        name=untrusted_line(skill.name),
-        category=category,
-        description=untrusted_line(skill.description, _DESCRIPTION_CHARS),
-        body=untrusted_text(skill.body, config.body_chars),
+        **fields,
         number=query.number,
         total=config.num_queries_per_skill,
         length=length,
         lang=skill.lang or "en",
         style=style,
     )
+
+
+def _style_and_length(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
+    """Return the style and the length of a query, in the words of a prompt.
+
+    Without a style in the settings, one is drawn, whatever the prompt.
+    """
+    if query.is_terse:
+        return "terse", TERSE_LENGTH
+    possible_styles = PROMPTS["styles"]["drawn"]
+    number = stable_number(config.seed, "style", f"{query.skill.skill_id}#{query.number}")
+    style = config.style or possible_styles[number % len(possible_styles)]
+    return style, f"about {config.num_words} words"
 
 
 def _questions(

@@ -143,7 +143,7 @@ class LLM:
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
         self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
-        if config.top_p is not None:  # absent keys keep the answers of earlier versions
+        if config.top_p is not None:  # keeps older answers
             self._parameters["top_p"] = config.top_p
         self._num_failures = 0  # requests in a row that failed
         self._failures_lock = Lock()

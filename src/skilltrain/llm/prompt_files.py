@@ -60,7 +60,6 @@ def check_prompt(
     """Check that a prompt uses no unknown placeholder, and all that it needs.
 
     Args:
-        texts: The prompt.
         values: A value for each placeholder.
         required: By placeholder, a text that its value must bring into the messages.
         where: The prompt, for the error.
@@ -68,16 +67,24 @@ def check_prompt(
     if not all(isinstance(texts.get(key), str) for key in ("system", "user")):
         problem = "a prompt has the keys system and user, each with a text"
         raise SkilltrainError("invalid-recipe", problem, where=where)
-    fix = f"the placeholders are {', '.join(values)}"
+    fault = _placeholder_fault(texts, values, required)
+    if fault:
+        fix = f"the placeholders are {', '.join(values)}"
+        raise SkilltrainError("invalid-recipe", f"the prompt {fault}", where=where, fix=fix)
+
+
+def _placeholder_fault(
+    texts: Mapping[str, Any], values: Mapping[str, Any], required: Mapping[str, str]
+) -> str:
+    """Return what is wrong with the placeholders of a prompt, or an empty text."""
     try:
         messages = "\n".join(render_messages(texts, values))
     except jinja2.TemplateError as error:
-        problem = f"the prompt cannot be rendered: {error}"
-        raise SkilltrainError("invalid-recipe", problem, where=where, fix=fix) from error
+        return f"cannot be rendered: {error}"
     for placeholder, text in required.items():
         if text not in messages:
-            problem = f"the prompt does not use the placeholder {placeholder}"
-            raise SkilltrainError("invalid-recipe", problem, where=where, fix=fix)
+            return f"does not use the placeholder {placeholder}"
+    return ""
 
 
 def read_prompt(

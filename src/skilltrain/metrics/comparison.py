@@ -161,10 +161,10 @@ def compare(
 
     Args:
         pairs: Names of baseline and system.
-        num_pairs: Number of pairs that Holm's correction is over, if more than `pairs`.
+        num_pairs: Number of planned pairs, which Holm's correction is over.
 
     Returns:
-        The comparisons, pair by pair, with Holm's correction over all of them.
+        The comparisons, pair by pair.
     """
     all_queries = shared_query_ids(results)
     if not pairs:
