@@ -1,4 +1,13 @@
-"""Strict settings: their base class, and the functions that read recipes and check them."""
+"""Strict settings: their base class, and the functions that read recipes and check them.
+
+Notes:
+    - PyYAML raises ValueError for values that it cannot convert, and keeps the last of equal keys
+      silently.
+    - A recipe with the key `recipe` is a Python program as well, so that `accelerate launch` can
+      run it. To Python, the settings after this line are the inside of a string.
+    - In pydantic's location of a fault, the tag that chose the class of a section follows the key
+      of the section. Types of a union without a tag, such as `int`, are in the location too.
+"""
 
 import copy
 import difflib
@@ -22,6 +31,10 @@ ConfigT = TypeVar("ConfigT", bound="Config")
 Seed = Annotated[int, Field(ge=0, lt=2**31)]
 """Seed of random generators."""
 _MAX_NODES = 100_000  # nodes of a YAML text, with its aliases expanded
+# Size of a tree while it is counted. An alias to the tree around it has this size. So the tree is
+# larger than the limit.
+_SIZE_INSIDE_ITSELF = _MAX_NODES
+_MERGE_TAG = "tag:yaml.org,2002:merge"  # of the key `<<`, which may appear twice
 
 REMOVED = {
     "chain": "write `based_on: chain.yaml`, and the chain's steps under its key `steps`",
@@ -93,10 +106,7 @@ class Config(BaseModel):
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """YAML loader that refuses repeated keys and endless aliases, and reads dates as text.
-
-    PyYAML's own loader keeps the last of equal keys silently.
-    """
+    """YAML loader that refuses repeated keys and endless aliases, and reads dates as text."""
 
     def get_single_node(self) -> yaml.Node | None:
         """Return the root of the YAML text. Raises SkilltrainError if there are too many nodes."""
@@ -107,13 +117,13 @@ class _RecipeLoader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         """Return the dict of a YAML map. Raises SkilltrainError if a key appears twice."""
-        keys: set[Any] = set()
+        keys = set()
         for key_node, _ in node.value:
-            if key_node.tag == "tag:yaml.org,2002:merge":
-                continue  # the key `<<` may appear twice
+            if key_node.tag == _MERGE_TAG:
+                continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # the base class raises an error for it
+                continue  # the base class refuses it
             if key in keys:
                 line = key_node.start_mark.line + 1
                 raise SkilltrainError(
@@ -132,24 +142,16 @@ def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
     Args:
         node: Root of the tree.
-        sizes: Number of nodes of each tree that was counted before, by its root. This call adds
-            all trees inside `node`, and `node` itself.
-
-    Raises:
-        SkilltrainError: There are more than _MAX_NODES, or an alias refers to a node around it.
+        sizes: Known sizes of trees by root. New sizes are added.
     """
     if node not in sizes:
-        # An alias inside the tree may refer to `node` itself. For such an alias, the recursion
-        # returns this provisional size. The size of the tree around the alias is larger by at least
-        # 1, so it exceeds the limit.
-        sizes[node] = _MAX_NODES
+        sizes[node] = _SIZE_INSIDE_ITSELF
         children: Iterable[yaml.Node] = ()
         if isinstance(node, yaml.SequenceNode):
             children = node.value
         elif isinstance(node, yaml.MappingNode):
-            children = itertools.chain.from_iterable(node.value)  # pairs of key and value
-        num_below = sum(_count_nodes(child, sizes) for child in children)
-        sizes[node] = 1 + num_below
+            children = itertools.chain.from_iterable(node.value)  # keys and values
+        sizes[node] = 1 + sum(_count_nodes(child, sizes) for child in children)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
         raise SkilltrainError(
@@ -165,17 +167,12 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
         text: The text.
         where: Name of the text in errors.
         fix: Advice for a syntax error.
-
-    Raises:
-        SkilltrainError: There is a syntax error, a repeated key or an endless alias.
     """
     try:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
-        # The loader does not know the name of the text.
         raise SkilltrainError(error.code, error.problem, where=where) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        # PyYAML raises ValueError for values that it cannot convert.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = f"is not YAML: {getattr(error, 'problem', error)}"
@@ -185,11 +182,9 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file as nested maps, and apply overrides.
 
-    A recipe with the key `based_on: FILE` only holds what differs from the recipe FILE, its base.
-    The path FILE is relative to the recipe. A base has no base of its own.
-
     Args:
-        path: Recipe file.
+        path: Recipe file. Its key `based_on` may name another file, relative to it, whose settings
+            it changes.
         overrides: Settings of the form `key=value`.
     """
     values = _read_recipe(path)
@@ -207,11 +202,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read the settings in a recipe file.
-
-    The key `recipe` is left out, because it is no setting. A recipe with this key is a Python
-    program as well, so that `accelerate launch` can run it.
-    """
+    """Read the settings in a recipe file. The key `recipe` is no setting."""
     check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -222,9 +213,6 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
         raise SkilltrainError("invalid-recipe", "a recipe is a map of keys to values", where=path)
-
-    # A recipe that is a program begins with the line `recipe: r"""`. To Python, the settings after
-    # it are the inside of a string. To YAML, the line is one more key.
     values.pop("recipe", None)
     return values
 
@@ -239,14 +227,13 @@ def _merge(base: Any, changes: Any) -> Any:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `values` with each override `section.key=value` set.
 
-    The value is parsed as YAML. An empty value means null. A value that starts with `*` stays
-    text, because it is a file pattern.
+    The value is parsed as YAML, unless it is a file pattern such as `*.json`. An empty value means
+    null.
     """
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = str(override).partition("=")
-        has_empty_part = not all(key.split("."))
-        if not equals or has_empty_part:
+        if not equals or "" in key.split("."):
             raise SkilltrainError(
                 "invalid-override",
                 "an override has the form key=value or section.key=value",
@@ -273,31 +260,26 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
     """
     names = key.split(".")
     last_name = names.pop()
-
-    # Walk down to the section or the list that holds the setting.
     section: Any = values
     for name in names:
         if isinstance(section, dict):
-            section = section.setdefault(name, {})
-        else:
-            section = section[_position(section, name, where)]
+            section.setdefault(name, {})
+        section = section[_key_in(section, name, where)]
         if not isinstance(section, dict | list):
             raise SkilltrainError(
                 "invalid-override", f"'{name}' is a value, not a section", where=where
             )
+    section[_key_in(section, last_name, where)] = value
 
+
+def _key_in(section: dict[str, Any] | list[Any], name: str, where: object) -> Any:
+    """Return a key of a map, or the position that `name` means in a list."""
     if isinstance(section, dict):
-        section[last_name] = value
-    else:
-        section[_position(section, last_name, where)] = value
-
-
-def _position(items: list[Any], name: str, where: object) -> int:
-    """Return the position in a list that a part of a key names, counted from 0."""
-    if not (name.isdecimal() and int(name) < len(items)):
+        return name
+    if not (name.isdecimal() and int(name) < len(section)):
         raise SkilltrainError(
             "invalid-override",
-            f"'{name}' is no item of a list of {len(items)}, counted from 0",
+            f"'{name}' is no item of a list of {len(section)}, counted from 0",
             where=where,
         )
     return int(name)
@@ -314,16 +296,12 @@ _CODES = {
 
 
 def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:
-    """Validate settings.
+    """Validate settings. The error for wrong settings describes one fault.
 
     Args:
         config_class: Class of the settings.
         values: Settings as nested maps.
         where: The recipe or the command, for the error.
-
-    Raises:
-        SkilltrainError: A setting is wrong. The error describes one fault with its key and the
-            allowed choices. Unknown keys are described before other faults.
     """
     try:
         return config_class.model_validate(values)
@@ -345,13 +323,9 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         fault: An item of pydantic's `ValidationError.errors()`.
         values: All settings as nested maps.
     """
-    # The section with the fault may have several classes if its tag is missing or unknown.
     path, classes = _follow(config_class, fault["loc"], values)
-    key = ".".join(path)
-    allowed_keys: set[str] = set()
-    for section_class in classes:
-        allowed_keys.update(section_class.model_fields)
-    keys = sorted(allowed_keys)
+    allowed_keys = itertools.chain.from_iterable(section.model_fields for section in classes)
+    keys = sorted(set(allowed_keys))
     kind = fault["type"]
     if kind == "extra_forbidden":
         return _describe_unknown_key(path, keys, values.get("stage"))
@@ -361,6 +335,7 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _describe_tag(path, classes, fault)
 
+    key = ".".join(path)
     subject = f"{key}: " if key else ""
     if kind in ("model_type", "model_attributes_type"):
         value = _short(fault["input"])
@@ -377,8 +352,6 @@ def _describe_unknown_key(path: Sequence[str], keys: Sequence[str], stage: objec
         stage: Name of the recipe's stage. None: the settings are not those of a stage.
     """
     key = ".".join(path)
-
-    # `REMOVED` names a removed setting as `name`, `section.name` or `stage.key`.
     section_and_name = ".".join(path[-2:])
     for removed_name in (path[-1], section_and_name, f"{stage}.{key}"):
         if removed_name in REMOVED:
@@ -387,18 +360,16 @@ def _describe_unknown_key(path: Sequence[str], keys: Sequence[str], stage: objec
 
 
 def _describe_value(fault: Any) -> str:
-    """Describe a setting with a wrong value, without its key: `must be a path, found 3`.
+    """Describe a wrong value without its key, such as `must be a path, found 3`.
 
     Args:
         fault: An item of pydantic's `ValidationError.errors()`.
     """
     kind = fault["type"]
-
-    # Shorten pydantic's message, and add the wrong value.
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     end = f", found {_short(fault['input'])}"
     if kind == "value_error":
-        end = ""  # the messages of our own validators name the value
+        end = ""  # our messages name the value
     elif kind == "path_type":
         message = "must be a path"
         if isinstance(fault["input"], int | float):
@@ -406,13 +377,12 @@ def _describe_value(fault: Any) -> str:
     elif kind == "too_short":
         message = f"must hold at least {fault['ctx']['min_length']}"
     elif kind == "literal_error":
-        # If an earlier version had this choice, advise what to use now: ` (removed: use ...)`.
         end += removed_advice(fault["input"])
     return f"{message[:1].lower()}{message[1:]}{end}"
 
 
 def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault: Any) -> str:
-    """Describe a missing or unknown tag. A tag is the setting that chooses the kind of a section.
+    """Describe a missing or unknown tag: the setting that chooses the class of its section.
 
     Args:
         path: Keys that lead to the section.
@@ -421,18 +391,11 @@ def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault
     """
     tag = fault["ctx"]["discriminator"].strip("'")
     key = ".".join([*path, tag])
-
-    # The allowed values of the tag, such as `dense` and `lexical` for the tag `kind`.
-    allowed_values = set()
-    for section_class in classes:
-        tag_values = tags_of(section_class)
-        if tag in tag_values:
-            allowed_values.add(tag_values[tag])
-    choices = sorted(allowed_values)
+    tags_by_class = [tags_of(section_class) for section_class in classes]
+    choices = sorted({tags[tag] for tags in tags_by_class if tag in tags})
     if fault["type"] == "union_tag_not_found":
         return f"missing key '{key}': choose from {', '.join(choices)}"
 
-    # The advice begins with its separator: ` (removed: ...)`, `, did you mean ...? ` or `; `.
     value = str(fault["ctx"]["tag"])
     advice = removed_advice(value)
     if not advice:
@@ -447,39 +410,33 @@ def _follow(
 
     Args:
         config_class: Class of the settings.
-        location: Keys, positions in lists, and tags: `("rankers", 0, "dense", "batch_size")`. A tag
-            such as `dense` names the member of a union that pydantic chose.
-        values: The settings.
+        location: Keys, positions and tags, such as `("rankers", 0, "dense", "batch_size")`.
 
     Returns:
-        The keys that lead to the fault, without tags, and the classes that its section may have.
+        Keys to the fault, and classes that its section may have.
     """
-    path: list[str] = []
-    classes: list[type[BaseModel]] = [config_class]  # that the current section may have
+    path = []
+    classes = [config_class]
     expected_tag = ""
     for key in location:
-        # If a tag chose the class of a section, the location holds it directly after the section.
-        is_tag = key == expected_tag
+        is_tag = key == expected_tag  # of the last section
         expected_tag = ""
-        if is_tag:
-            continue
-
-        # Skip a key that the settings do not hold. It is a missing setting, or it names a type of a
-        # union without a tag, such as `int`.
-        is_item = isinstance(values, Sequence) and isinstance(key, int)
-        is_setting = isinstance(values, Mapping) and key in values
-        if not is_item and not is_setting:
+        if is_tag or not _holds(values, key):
             continue
         path.append(str(key))
         values = values[key]
         classes = _inner_sections(classes, key)
-
-        # If this section may have several classes, its tag chooses one.
         if len(classes) > 1 and isinstance(values, Mapping):
             classes = _chosen_sections(classes, values)
-            tag_values = list(tags_of(classes[0]).values())
-            expected_tag = tag_values[0] if tag_values else ""
+            expected_tag = next(iter(tags_of(classes[0]).values()), "")
     return path, classes
+
+
+def _holds(values: Any, key: Any) -> bool:
+    """Return whether a section has a key, or a list a position."""
+    if isinstance(values, Mapping):
+        return key in values
+    return isinstance(values, Sequence) and isinstance(key, int)
 
 
 def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[BaseModel]]:
@@ -490,7 +447,7 @@ def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[Base
             this key: the section is a list then, and the key is a position in it.
         key: Name of a field, or position in a list.
     """
-    inner_sections: list[type[BaseModel]] = []
+    inner_sections = []
     for section in sections:
         if key in section.model_fields:
             inner_sections += sections_of(section.model_fields[key])
@@ -502,30 +459,29 @@ def _chosen_sections(
 ) -> list[type[BaseModel]]:
     """Return the classes that a section's tags choose, or all classes if the tags choose none.
 
-    A tag is a setting whose value chooses the class of its section, such as `kind: dense`.
-
     Args:
         section_classes: Classes that the section may have.
-        values: Settings of the section, with its tags.
+        values: Settings of the section, with tags such as `kind: dense`.
     """
-    # The value of a tag may be the import path of a class, `package.module:Class`.
-    for tag in ("name", "kind"):
-        import_path = str(values.get(tag))
-        if ":" not in import_path:
-            continue
-        module_name, _, class_name = import_path.partition(":")
-        module = sys.modules.get(module_name)  # None if it is not imported
-        plugin = getattr(module, class_name, None)
-        if isinstance(plugin, type) and issubclass(plugin, BaseModel):
-            return [plugin]
-
-    # A class is chosen if `values` holds each of its tags with the same value.
+    plugin = _imported_plugin(values)
+    if plugin is not None:
+        return [plugin]
     chosen = []
     for section_class in section_classes:
-        tags = tags_of(section_class)
-        if all(values.get(name) == value for name, value in tags.items()):
+        tag_matches = [values.get(name) == tag for name, tag in tags_of(section_class).items()]
+        if all(tag_matches):
             chosen.append(section_class)
     return chosen if chosen else section_classes
+
+
+def _imported_plugin(values: Mapping[str, Any]) -> type[BaseModel] | None:
+    """Return the class whose import path is a tag of a section, if it is imported."""
+    for tag in ("name", "kind"):
+        module_name, _, class_name = str(values.get(tag)).partition(":")
+        plugin = getattr(sys.modules.get(module_name), class_name, None)
+        if isinstance(plugin, type) and issubclass(plugin, BaseModel):
+            return plugin
+    return None
 
 
 def _suggestion(word: str, choices: Sequence[str]) -> str:
@@ -547,8 +503,8 @@ def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[Bas
 
     Args:
         annotation: The type.
-        metadata: Other arguments of `Annotated` for this type. If one is a `OneOf`, the type is the
-            base class of plug-ins, and the classes of all plug-ins are returned.
+        metadata: Other arguments of `Annotated`. A `OneOf` among them stands for the classes of all
+            plug-ins.
     """
     for marker in metadata:
         if isinstance(marker, OneOf):
@@ -559,7 +515,7 @@ def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[Bas
     arguments = get_args(annotation)
     if origin is Annotated:
         return _sections_in(arguments[0], arguments[1:])
-    sections: list[type[BaseModel]] = []
+    sections = []
     if origin in (Union, UnionType, list, tuple, dict):
         for argument in arguments:
             sections += _sections_in(argument)

@@ -1,4 +1,8 @@
-"""Communication between the processes of a run (ranks)."""
+"""Communication between the processes of a run (ranks).
+
+The rows of a batch alternate between the ranks: on rank r of n ranks are the rows r, r + n, r + 2n,
+and so on. All ranks must send equally many rows, so the last row of a rank may be padding.
+"""
 
 import math
 from collections.abc import Callable
@@ -49,26 +53,21 @@ def made_by_first_rank(make: Callable[[], ValueT]) -> ValueT:
 
 
 def gather_rows(rows: Float[Tensor, "local ..."], total: int) -> Float[Tensor, "total ..."]:
-    """Gather the rows of all ranks, in their order, on every rank.
+    """Gather the alternating rows of all ranks, in their order, on every rank.
 
     In the backward pass, the gradient of a row goes to the rank that sent the row.
 
     Args:
-        rows: Rows of this rank. On rank r of n ranks, these are the rows r, r + n, r + 2n, … of the
-            result.
-        total: Number of rows of all ranks together.
+        rows: Rows of this rank.
+        total: Number of rows of all ranks.
     """
     _, world = rank_and_world()
     if world == 1:
         return rows
-
-    # All ranks must send equally many rows, so the last row may be padding.
     max_rows = math.ceil(total / world)
     row_shape = rows.shape[1:]
     padding = rows.new_zeros(max_rows - len(rows), *row_shape)
     gathered: Tensor = _Gather.apply(torch.cat([rows, padding]))  # [rank, row, ...]
-
-    # Rows of the result alternate between the ranks.
     alternating = gathered.transpose(0, 1)  # [row, rank, ...]
     return alternating.reshape(world * max_rows, *row_shape)[:total]
 

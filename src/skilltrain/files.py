@@ -1,4 +1,20 @@
-"""Write files and folders completely or not at all, and read JSON with clear errors."""
+"""Write files and folders completely or not at all, and read JSON with clear errors.
+
+Notes:
+    - If the process is killed, the disk is full or a block raises, `atomic_path` leaves the old
+      file as it was. The new file is synced before it gets its name.
+    - The system releases a lock when its process ends, even if it is killed. The file of a lock is
+      deleted before the release, because another process may lock it after the release.
+    - `Path.mkdir` makes parent folders recursively, and may raise RecursionError.
+    - A killed process may leave an unfinished folder, which the next `staged_folder` removes.
+    - Windows does not replace an empty folder, and cannot sync a folder.
+    - Some libraries do not name the file that they could not write, so `staged_folder` reports a
+      full disk itself.
+    - Without a limit, one line of a small .gz file could fill the memory.
+    - A name of a file may hold bytes that are not UTF-8. Python represents them as surrogates.
+    - `Path.is_file` raises if a parent folder may not be entered. `os.path.isfile` does not.
+    - `file_stamps` leaves out a file that is deleted at that moment.
+"""
 
 import errno
 import gzip
@@ -36,12 +52,10 @@ _BLANK_BYTES = b"\xef\xbb\xbf \t\r\n"  # the first three are a byte order mark
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path that is renamed to `path` if the block succeeds.
 
-    If the process is killed, the disk is full or the block raises, the old file stays as it was.
-
     Raises:
         SkilltrainError: The file cannot be written.
     """
-    temporary: Path | None = None
+    temporary = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -49,23 +63,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
         temporary = Path(name)
         yield temporary
 
-        sync(temporary)  # before the file gets its name
+        sync(temporary)
         temporary.chmod(0o644)
         temporary.replace(path)
     except OSError as error:
-        raise SkilltrainError(
-            "cannot-write", f"cannot write: {reason_of(error)}", where=path
-        ) from error
+        raise _cannot_write(path, error) from error
     finally:
         if temporary:
             temporary.unlink(missing_ok=True)
 
 
+def _cannot_write(path: Path, error: Exception) -> SkilltrainError:
+    """Return the error for a file or folder that cannot be written."""
+    return SkilltrainError("cannot-write", f"cannot write: {reason_of(error)}", where=path)
+
+
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """Lock `folder` for this process. The lock is a file beside the folder.
-
-    The system releases the lock when the process ends, even if it is killed.
 
     Raises:
         SkilltrainError: Another process holds the lock, or the lock file cannot be written.
@@ -76,32 +91,23 @@ def locked(folder: Path) -> Iterator[None]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock.acquire(timeout=0)
     except Timeout as error:
-        raise SkilltrainError(
-            "folder-in-use",
-            "another process is writing this folder",
-            where=folder,
-            fix="wait for it, or name another folder",
-        ) from error
-    except (OSError, RecursionError) as error:  # pathlib makes parent folders recursively
-        raise SkilltrainError(
-            "cannot-write", f"cannot write: {reason_of(error)}", where=folder
-        ) from error
+        problem = "another process is writing this folder"
+        fix = "wait for it, or name another folder"
+        raise SkilltrainError("folder-in-use", problem, where=folder, fix=fix) from error
+    except (OSError, RecursionError) as error:
+        raise _cannot_write(folder, error) from error
 
     try:
         yield
     finally:
-        # Delete the file first. After the release, another process may lock it.
-        lock_file.unlink(missing_ok=True)
+        lock_file.unlink(missing_ok=True)  # while it is locked
         lock.release()
 
 
 def sync(path: Path) -> None:
-    """Make sure that the content of a file or a folder is on the disk.
-
-    Windows cannot do this for a folder, and nothing happens.
-    """
+    """Make sure that the content of a file or a folder is on the disk."""
     if path.is_file():
-        with path.open("rb+") as file:  # Windows needs a file that is open for writing
+        with path.open("rb+") as file:  # Windows needs write access
             os.fsync(file.fileno())
     elif sys.platform != "win32":
         descriptor = os.open(path, os.O_RDONLY)
@@ -138,38 +144,28 @@ def remove_leftovers(folder: Path) -> None:
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` if the block succeeds.
 
-    If the block raises, the yielded folder is removed.
-
     Raises:
-        SkilltrainError: `folder` exists and is not empty, or does not end with a name (such as `/`
-            or `..`). Or another process writes it, or the disk is full.
+        SkilltrainError: `folder` exists and is not empty, does not end with a name, is written by
+            another process, or the disk is full.
     """
     staged = staging_path(folder)
     is_empty_folder = folder.is_dir() and not any(folder.iterdir())
     if folder.exists() and not is_empty_folder:
-        raise SkilltrainError(
-            "output-exists",
-            "exists, and is no empty folder",
-            where=folder,
-            fix="name another, or delete it",
-        )
-
+        problem = "exists, and is no empty folder"
+        fix = "name another, or delete it"
+        raise SkilltrainError("output-exists", problem, where=folder, fix=fix)
     with locked(folder):
         try:
-            # A killed process may have left an unfinished folder.
             shutil.rmtree(staged, ignore_errors=True)
             staged.mkdir(parents=True)
             yield staged
             if is_empty_folder:
-                folder.rmdir()  # Windows does not replace a folder
+                folder.rmdir()  # Windows replaces no folder
             staged.rename(folder)
         except BaseException as error:
             shutil.rmtree(staged, ignore_errors=True)
-            # Some libraries do not name the file that they could not write.
             if isinstance(error, OSError) and error.errno in _DISK_FULL:
-                raise SkilltrainError(
-                    "cannot-write", f"cannot write: {reason_of(error)}", where=folder
-                ) from error
+                raise _cannot_write(folder, error) from error
             raise
 
 
@@ -244,7 +240,7 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     Raises:
         SkilltrainError: A key appears twice. By default json keeps the last value silently.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for key, value in pairs:
         if key in values:
             raise SkilltrainError("repeated-key", f"'{key}' appears twice")
@@ -262,7 +258,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         SkilltrainError: The file is missing, or a line is not a JSON object.
     """
     check_regular(path)
-    number = 0  # the line that the error names: the broken line, or the last one before it
+    number = 0
     try:
         for number, line in numbered_lines(path):
             yield f"{path}, line {number}", json_object(line)
@@ -275,10 +271,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Read the lines of a plain or .gz file that are not blank.
-
-    Yields:
-        Pairs of a line number, counted from 1, and the line.
+    """Read the lines of a plain or .gz file that are not blank, with their numbers from 1.
 
     Raises:
         OSError, EOFError or zlib.error: The file cannot be read.
@@ -287,7 +280,6 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
     open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with open_file(path, "rb") as file:
         for number in itertools.count(1):
-            # Without a limit, one line of a small .gz file could fill the memory.
             line = file.readline(_MAX_LINE_BYTES + 1)
             if not line:
                 return
@@ -336,16 +328,15 @@ def file_stamps(folder: Path, suffixes: tuple[str, ...] = ("",)) -> set[FileStam
     """Return the stamps of all files below a folder.
 
     Args:
-        folder: The folder. It is searched with its subfolders.
-        suffixes: Endings of file names, in lower case. Other files are left out. By default no
-            file is left out.
+        folder: The folder, searched with its subfolders.
+        suffixes: Endings of file names to include, in lower case.
     """
-    stamps: set[FileStamp] = set()
+    stamps = set()
     for parent, _, names in os.walk(folder):
         for name in names:
             if not name.lower().endswith(suffixes):
                 continue
-            with suppress(OSError):  # the file may be deleted at this moment
+            with suppress(OSError):
                 file = Path(parent, name)
                 status = file.stat()
                 stamps.add(FileStamp(str(file), status.st_ino, status.st_ctime_ns))
@@ -368,14 +359,9 @@ def fingerprint(path: Path) -> str:
     if not path.exists():
         raise SkilltrainError("not-found", "no such file or folder", where=path)
     is_file = path.is_file()
-    files = [path]
-    if not is_file:
-        # Unlike os.path.isfile, Path.is_file raises if a parent folder may not be entered.
-        files = sorted(file for file in path.rglob("*") if os.path.isfile(file))  # noqa: PTH113
-
+    files = [path] if is_file else sorted(filter(os.path.isfile, path.rglob("*")))
     digest = hashlib.sha256()
     for file in files:
-        # A name may hold bytes that are not UTF-8. Python represents them as surrogates.
         name = file.name if is_file else file.relative_to(path).as_posix()
         digest.update(name.encode("utf-8", "surrogateescape"))
         try:
@@ -383,9 +369,8 @@ def fingerprint(path: Path) -> str:
                 digest.update(hashlib.file_digest(source, "sha256").digest())
         except OSError as error:
             if is_file:
-                raise SkilltrainError(
-                    "unreadable-file", f"cannot be read: {error.strerror}", where=file
-                ) from error
+                problem = f"cannot be read: {error.strerror}"
+                raise SkilltrainError("unreadable-file", problem, where=file) from error
     return digest.hexdigest()
 
 

@@ -139,7 +139,6 @@ def load_plugin(kind: str, name: str) -> Any:
         )
     plugin = import_path(path)
     if name not in BUILT_IN[kind]:
-        # Remember the module, because the record of a run holds a fingerprint of its source.
         module, _, _ = path.partition(":")
         LOADED[name] = module
     return plugin
@@ -189,22 +188,17 @@ class OneOf:
         return not self.only or getattr(plugin, self.only, False)
 
     def _choose(self, base: type[BaseModel], value: Any) -> Any:
-        """Validate a section with the plug-in that it names. A value that is no map is returned.
+        """Validate a section with the plug-in that it names.
 
         Args:
             base: Base class of the plug-ins.
-            value: Settings of the section.
-
-        Raises:
-            PydanticCustomError: The section names no plug-in, an unknown one, or a forbidden one.
-            ValueError: The plug-in cannot be imported, or is of another class.
+            value: Settings of the section. A value that is no map is returned.
         """
         if not isinstance(value, Mapping):
             return value
         context: dict[str, Any] = {"discriminator": f"'{self.tag}'"}
         if self.tag not in value:
             raise PydanticCustomError("union_tag_not_found", "missing {discriminator}", context)
-
         name = str(value[self.tag])
         if ":" in name or name in plugin_paths(self.kind):
             plugin = chosen_plugin(self.kind, name)
@@ -214,9 +208,7 @@ class OneOf:
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return self._validate(plugin, value)
-
-        # A plug-in that is not allowed here is reported as unknown, too.
-        context["tag"] = name
+        context["tag"] = name  # unknown, or not allowed here
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
 
     def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
@@ -247,7 +239,6 @@ class OneOf:
             "properties": {self.tag: {"type": "string", "pattern": ":"}},
             "required": [self.tag],
         }
-        # Pydantic moves the members of a union to `$defs`, and leaves references to them here.
         schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
-        union = handler(core_schema.union_schema([*schemas]))
+        union = handler(core_schema.union_schema([*schemas]))  # references to `$defs`
         return {"oneOf": [*union.get("anyOf", [union]), path_schema]}

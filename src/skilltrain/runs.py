@@ -1,6 +1,22 @@
 """Run stages: check the output folder and the inputs, run the stage, and write the record.
 
 Only training runs can be unfinished. The output of any other stage appears whole or not at all.
+
+Notes:
+    - A stage with `on_ranks` is run by every process, and writes its results outside the folder. It
+      is run again even if its folder holds the finished run, and writes the results that are
+      missing.
+    - A stage with `in_place` updates its folder. It is always run, and has no record.
+    - The commit of the checkout is read before a run, because it may change during the run.
+    - Other processes do not check that the settings of a finished run have not changed. The main
+      process does.
+    - A training run that fails before its first checkpoint leaves no folder behind.
+    - An unfinished run has no summary in its record.
+    - The record is written before the recipe, because a folder without a record holds no run.
+    - A run.json of another program counts as no record.
+    - Of a run's output, checkpoints and provenance have no influence on the fingerprint.
+    - The keys of a map of inputs are the paths. A model is named by a folder, a Hub id or a
+      package, and only a folder is an input.
 """
 
 import shutil
@@ -35,7 +51,8 @@ RECIPE_FILE = "recipe.yaml"
 CHECKPOINTS = "checkpoints"
 # Settings that may change when a training run is resumed, because no weight depends on them.
 FREE_TO_CHANGE = ("save_every", "keep_checkpoints", "stop_grad_norm", "trackers")
-# Command that makes an input, by the input's setting. An error quotes it between back quotes.
+# Command that makes an input, by the input's setting. An error quotes it between back quotes. The
+# comment at the top of a recipe may give another command.
 _MADE_BY = {
     "pool": "pool",
     "queries": "queries` or `skilltrain synthesize",
@@ -49,14 +66,7 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    The resolved recipe and a record of the run are written into the folder, too.
-
-    If the folder already holds the same finished run, its summary is returned. There are two
-    exceptions:
-
-    - A stage with `on_ranks` is run by every process, and writes its results outside the folder. It
-      is run again, because some of these results may be missing.
-    - A stage with `in_place` updates its folder. It is always run, and has no record.
+    A folder that already holds the same finished run is left as it is.
 
     Args:
         stage: The stage.
@@ -76,7 +86,6 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     if stage.in_place:
         return stage.run(out)
 
-    # Compare this run with the run in the folder.
     identity = {
         "recipe": stage.model_dump(mode="json", exclude={"out"}),
         "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
@@ -85,24 +94,28 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     is_training = isinstance(stage, TrainingStage)
     if is_training:
         remove_leftovers(out)
-    can_resume = is_training and resume
-    summary = _finished_run(out, comparable_identity(identity), can_resume)
-    if summary is not None:
-        if stage.on_ranks:
-            # The results are in another folder. The stage writes those that are missing.
-            return stage.run(out)
-        say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
-        return summary
+    summary = _finished_run(out, comparable_identity(identity), is_training and resume)
+    if summary is None:
+        return _run_and_record(stage, identity, resume)
+    if stage.on_ranks:
+        return stage.run(out)
+    say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
+    return summary
 
-    # Read the commit now, because the checkout may change during the run. The value is cached, and
-    # `_write_record` uses it.
-    checkout_commit()
 
-    # Run the stage.
+def _run_and_record(stage: Stage, identity: dict[str, Any], resume: bool) -> Summary:
+    """Run a stage, and write the record of the run into its folder.
+
+    Args:
+        stage: The stage.
+        identity: Recipe, inputs and plug-ins of the run.
+        resume: Whether a training run continues from its newest checkpoint.
+    """
+    checkout_commit()  # cached until the record
     record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
-    with staged_folder(out) as staged:
+    with staged_folder(stage.out) as staged:
         summary = stage.run(staged)
         _write_record(staged, stage, record | {"finished": True, "summary": summary})
     return summary
@@ -114,7 +127,6 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
     Raises:
         SkilltrainError: The stage runs in the main process only.
     """
-    # Every process runs a stage with `on_ranks`. Such a stage trains nothing, so it cannot resume.
     if stage.on_ranks:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):
@@ -123,8 +135,6 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
             f"the stage {stage.stage} runs in one process",
             fix="run it without accelerate launch",
         )
-
-    # A finished run is not run again. The main process checks that its settings have not changed.
     record = record_of(stage.out)
     if record.get("finished"):
         return record["summary"]
@@ -133,8 +143,6 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
 
 def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summary:
     """Train in the output folder, and write the record before and after the training.
-
-    If a new run fails before its first checkpoint, the folder is deleted.
 
     Args:
         stage: The stage.
@@ -177,10 +185,7 @@ class _Record(BaseModel):
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run.
-
-    A run.json of another program counts as no record.
-    """
+    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run."""
     file = folder / RUN_FILE
     if not file.is_file():
         return {}
@@ -189,7 +194,7 @@ def record_of(folder: Path) -> dict[str, Any]:
         _Record.model_validate(record)
     except ValidationError:
         return {}
-    for key in ("recipe", "summary"):  # an unfinished run has no summary
+    for key in ("recipe", "summary"):
         record.setdefault(key, {})
     return record
 
@@ -204,8 +209,6 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
 
 def input_fingerprint(path: Path) -> str:
     """Return a SHA-256 of the files of an input.
-
-    If the input is the output of a run, its checkpoints and its provenance are left out.
 
     Raises:
         SkilltrainError: A file or folder is missing or cannot be read.
@@ -229,32 +232,24 @@ def input_fingerprint(path: Path) -> str:
 def input_paths(config: Config) -> dict[str, Path]:
     """Return the files and folders that a stage reads, by the key of their setting.
 
-    These are the settings of type `InputPath`, and the models that are local folders. A key such as
-    `encoder.source` leads into a section, and `sources.0` into a list.
+    A key such as `encoder.source` leads into a section, and `sources.0` into a list.
     """
-    paths: dict[str, Path] = {}
+    paths = {}
     unused = config.unused_settings()
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
-        is_input_field = is_input(field)
-        if is_input_field and isinstance(value, dict):
-            value = list(value)  # the keys of such a map are the paths
-
-        # Each item of a list has a key of its own: `sources.0`, `sources.1`.
         items = {name: value}
-        if isinstance(value, list | tuple):
+        if isinstance(value, list | tuple | dict):
             items = {f"{name}.{number}": item for number, item in enumerate(value)}
-
         for key, item in items.items():
             if key in unused:
                 continue
             if isinstance(item, Config):
                 for inner_key, path in input_paths(item).items():
                     paths[f"{key}.{inner_key}"] = path
-            elif is_input_field and isinstance(item, Path):
+            elif is_input(field) and isinstance(item, Path):
                 paths[key] = item
-            elif is_input_field and isinstance(item, str):
-                # A model is named by a folder, a Hub id or a package.
+            elif is_input(field) and isinstance(item, str):
                 folder = Path(item).expanduser()
                 if folder.is_dir():
                     paths[key] = folder
@@ -276,7 +271,7 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
 
     Args:
         config: Settings of a stage.
-        pending: Output folders of runs that come before. Inputs inside them may be missing.
+        pending: Output folders of earlier runs. Inputs inside them may be missing.
     """
     for key, path in input_paths(config).items():
         is_pending = any(map(path.is_relative_to, pending))
@@ -285,7 +280,6 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
         _, _, setting = key.rpartition(".")
         fix = f"it is the setting {key}"
         if setting in _MADE_BY:
-            # The comment at the top of a recipe may give another command that makes the input.
             command = _MADE_BY[setting]
             fix = f"made by `skilltrain {command}`, or as the recipe's first lines say"
         raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)
@@ -365,10 +359,8 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
 def comparable_identity(identity: dict[str, Any]) -> dict[str, Any]:
     """Return the identity of a run without the settings that do not change its results.
 
-    These settings are `workers`, and those of the section `training` in FREE_TO_CHANGE.
-
     Args:
-        identity: Parts of a run's record by their key. One of them is `recipe`.
+        identity: Values of a run's record by their key, with the recipe.
     """
     if not isinstance(identity["recipe"], dict):
         return identity
@@ -404,6 +396,5 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     """Write the record and the recipe of a run."""
-    # The record comes first, because a folder without it holds no run.
     write_json(folder / RUN_FILE, record | {"provenance": provenance_of(config)})
     write_text(folder / RECIPE_FILE, to_yaml(config))

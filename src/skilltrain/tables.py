@@ -2,6 +2,13 @@
 
 Rows that do not fit a table are errors. Without the checks here, pyarrow would silently change or
 drop values.
+
+Notes:
+    - Arrow cannot compare a field with None.
+    - Parquet changes the names of list items, and a cast restores them.
+    - Memory of Arrow is released after skills are read, because it would keep as much as the texts
+      take.
+    - An empty table splits into one array of rows, but it has no query id.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -148,34 +155,34 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     Args:
         rows: A DataFrame, or dicts or records.
         spec: Declaration of the table.
-
-    Raises:
-        SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
     """
-    mappings: list[Mapping[str, Any]] = []
+    mappings = []
     for row in rows_of(rows, f"table {spec.name}"):
         if isinstance(row, Mapping):
             mappings.append(row)
-        else:  # a record may have fields that are not stored
+        else:  # a record
             mappings.append({name: getattr(row, name) for name in spec.schema.names})
+    _check_row_columns(mappings, spec)
 
-    # Check the names of the columns in every row.
-    names = {*spec.schema.names}
-    required = {field.name for field in spec.schema if not field.nullable}
-    for position, row in enumerate(mappings):
-        unknown = row.keys() - names
-        missing = required - row.keys()
-        if unknown or missing:
-            fault = "unknown" if unknown else "missing"
-            column = min(unknown) if unknown else min(missing)
-            problem = f"{fault} column {column!r} in a row for table {spec.name}"
-            raise SkilltrainError("wrong-columns", problem, where=f"row {position}")
-
-    columns: list[pa.Array] = []
+    columns = []
     for field in spec.schema:
         values = [row.get(field.name) for row in mappings]
         columns.append(_column(values, field, spec))
     return _check_table(pa.Table.from_arrays(columns, schema=spec.schema), spec, spec.name)
+
+
+def _check_row_columns(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> None:
+    """Raise SkilltrainError if a row has an unknown column, or lacks one."""
+    names = {*spec.schema.names}
+    required = {field.name for field in spec.schema if not field.nullable}
+    for position, row in enumerate(rows):
+        unknown = row.keys() - names
+        missing = required - row.keys()
+        wrong_columns = unknown if unknown else missing
+        if wrong_columns:
+            fault = "unknown" if unknown else "missing"
+            problem = f"{fault} column {min(wrong_columns)!r} in a row for table {spec.name}"
+            raise SkilltrainError("wrong-columns", problem, where=f"row {position}")
 
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
@@ -215,12 +222,7 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
         table: The table.
         spec: Declaration of the table.
         where: Path or name of the table, for errors.
-
-    Raises:
-        SkilltrainError: A column differs, a value is null that may not be, or a key is repeated.
     """
-    # `field` is None if the table lacks a column, and `expected` is None if it has one too many.
-    # Arrow cannot compare a field with None.
     for field, expected in zip_longest(table.schema, spec.schema):
         if field is None or expected is None or field != expected:
             names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
@@ -228,26 +230,28 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
             fix = f"write it with skilltrain.tables.write_table(rows, {spec.name.upper()}, FOLDER)"
             raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
 
-    # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):
         problem = f"column '{field.name}' of table {spec.name} holds a null"
         if column.null_count and not field.nullable:
             raise SkilltrainError("invalid-value", problem, where=where)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
             raise SkilltrainError("invalid-value", f"a list in {problem}", where=where)
-
-    # If a key is repeated, there are fewer groups than rows.
-    if spec.key:
-        # The column `count_all` holds the number of rows in each group. It is counted over no
-        # particular column, so the list of columns is empty.
-        groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])
-        if groups.num_rows < table.num_rows:
-            repeated = groups.sort_by([("count_all", "descending")]).slice(0, 1).to_pylist()[0]
-            key = ", ".join(repr(repeated[name]) for name in spec.key)
-            raise SkilltrainError(
-                "repeated-id", f"table {spec.name} holds {key} more than once", where=where
-            )
+    _check_keys(table, spec, where)
     return table
+
+
+def _check_keys(table: pa.Table, spec: TableSpec, where: object) -> None:
+    """Raise SkilltrainError if two rows have the same key."""
+    if not spec.key:
+        return
+    groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])  # rows per key
+    if groups.num_rows < table.num_rows:
+        most_rows_first = groups.sort_by([("count_all", "descending")])
+        repeated = most_rows_first.slice(0, 1).to_pylist()[0]
+        key = ", ".join(repr(repeated[name]) for name in spec.key)
+        raise SkilltrainError(
+            "repeated-id", f"table {spec.name} holds {key} more than once", where=where
+        )
 
 
 def _describe_field(field: pa.Field | None) -> str:
@@ -267,7 +271,6 @@ def table_path(path: Path, spec: TableSpec) -> Path:
 def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
     """Write a checked parquet table atomically and return the path of its file."""
     if isinstance(rows, pa.Table):
-        # The cast restores the names of list items, which parquet changes.
         table = _check_table(rows, spec, path).cast(spec.schema)
     else:
         table = table_from_rows(rows, spec)
@@ -278,7 +281,7 @@ def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
 
 
 def read_table(path: Path, spec: TableSpec) -> pa.Table:
-    """Read and check a table.
+    """Read and check a table. Columns that are missing and may be null are added.
 
     Raises:
         SkilltrainError: The file is missing or is not this table.
@@ -290,8 +293,6 @@ def read_table(path: Path, spec: TableSpec) -> pa.Table:
         raise SkilltrainError("missing-table", f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError("not-parquet", f"is not parquet: {error}", where=file) from error
-
-    # Tables of earlier versions lack columns that may be null.
     for field in spec.schema:
         if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -322,7 +323,6 @@ def read_lists(path: Path) -> list[dict[str, Any]]:
 def read_skills(path: Path) -> list[Skill]:
     """Read the skills of a SKILLS table, in order."""
     skills = [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
-    # Arrow would keep as much memory as the texts take.
     pa.default_memory_pool().release_unused()
     return skills
 
@@ -371,18 +371,14 @@ def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
     """Group the rows of a RANKINGS table by query.
 
     Returns:
-        Positions of rows by query id. The ids are sorted, and the rows of a query are in the order
-        of the table.
+        Positions of rows, ascending, by query id. The ids are sorted.
     """
     encoded = rankings.column("query_id").combine_chunks().dictionary_encode()
     query_ids = encoded.dictionary.to_pylist()
     query_numbers = encoded.indices.to_numpy(zero_copy_only=False)  # [row]
-
-    # A stable sort puts the rows of each query side by side.
-    sorted_rows = np.argsort(query_numbers, kind="stable")
-    ends = np.cumsum(np.bincount(query_numbers, minlength=len(query_ids)))
-    rows = np.split(sorted_rows, ends[:-1])
-    # Of an empty table there is one array of rows, but no query id.
+    rows_in_query_order = np.argsort(query_numbers, kind="stable")
+    ends = np.cumsum(np.bincount(query_numbers, minlength=len(query_ids)))  # [query]
+    rows = np.split(rows_in_query_order, ends[:-1])
     return dict(sorted(zip(query_ids, rows, strict=False)))
 
 

@@ -93,7 +93,8 @@ class SkillTemplate(Config):
         """
         num_chars_after_first = len(skill.body.rstrip()) - self.body_chars
         has_body = "body" in FIELDS_SEEN[self.fields]
-        if chunks.windows == 1 or not has_body or num_chars_after_first <= 0:
+        is_body_in_one_window = num_chars_after_first <= 0
+        if chunks.windows == 1 or not has_body or is_body_in_one_window:
             return range(1)
         step = self.body_chars - chunks.overlap
         starts = range(0, num_chars_after_first + step, step)

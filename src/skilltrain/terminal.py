@@ -1,4 +1,15 @@
-"""Messages and progress bars for the person at the terminal."""
+"""Messages and progress bars for the person at the terminal.
+
+A terminal shows a bar with the remaining time, and a note below it. A log file gets a plain line
+about every 30 seconds, and after the first item if that item takes more than a second.
+
+Notes:
+    - By default rich estimates the speed over 30 seconds, which is too short for slow steps.
+    - Stdout is for results, which programs may read. If the terminal is closed or the disk is full,
+      a message is lost and the work goes on.
+    - On a terminal, lines are wrapped between words, never inside a path, and rich must not wrap
+      them again. In a log file they are not wrapped.
+"""
 
 import logging
 import math
@@ -29,35 +40,37 @@ if not console.is_terminal and "COLUMNS" not in os.environ:
     console.width = 120  # for tables in log files, which have no width of their own
 log = logging.getLogger("skilltrain")
 ItemT = TypeVar("ItemT")
+ShowProgress = Callable[[int, str], None]
+"""Function that shows the number of completed items and a note."""
 _SECONDS_BETWEEN_LINES = 30
 _SLOW_ITEM_SECONDS = 1  # work with such items may take minutes
 _MAX_LINE_CHARS = 2000  # the error of a library may quote a whole file
 
 
 @contextmanager
-def progress(
-    description: str, total: int | None, done: int = 0
-) -> Iterator[Callable[[int, str], None]]:
+def progress(description: str, total: int | None, done: int = 0) -> Iterator[ShowProgress]:
     """Show the progress of some work. Nothing is shown for a single item.
-
-    A terminal shows a bar with the remaining time, and a note below it. A log file gets a plain
-    line about every 30 seconds, and after the first item if that item takes more than a second.
 
     Args:
         description: Label of the bar.
         total: Number of items. None: unknown.
-        done: Number of items completed before, for example by a run that is resumed.
+        done: Number of items completed before, for example by a resumed run.
 
     Yields:
-        A function to call with the number of completed items and a note.
+        A function that shows the number of completed items and a note.
     """
     if total == 1:
         yield lambda completed, note: None
-        return
-    if not (console.is_terminal and is_main_process()):
+    elif console.is_terminal and is_main_process():
+        with _progress_bar(description, total, done) as show:
+            yield show
+    else:
         yield _plain_progress(description, total, done)
-        return
 
+
+@contextmanager
+def _progress_bar(description: str, total: int | None, done: int) -> Iterator[ShowProgress]:
+    """Show a progress bar in a terminal, with a note below it."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -66,7 +79,6 @@ def progress(
         TextColumn("eta"),
         TimeRemainingColumn(),
     )
-    # By default rich estimates the speed over 30 seconds, which is too short for slow steps.
     bar = Progress(*columns, console=console, speed_estimate_period=math.inf)
     task = bar.add_task(description, total=total, completed=done)
     note_line = Text(style="dim")
@@ -79,18 +91,13 @@ def progress(
         yield show
 
 
-def _plain_progress(
-    description: str, total: int | None, num_before: int
-) -> Callable[[int, str], None]:
+def _plain_progress(description: str, total: int | None, num_before: int) -> ShowProgress:
     """Return a function that prints the progress as a plain line, for a log file.
-
-    The function is called with the number of completed items and a note. It prints a line at most
-    every 30 seconds, and also after the first item, if that item takes more than a second.
 
     Args:
         description: First word of the line.
         total: Number of items. None: unknown.
-        num_before: Number of items that were completed before the start.
+        num_before: Number of items completed before the start.
     """
     start_time = time.monotonic()
     last_line_time = start_time
@@ -105,21 +112,22 @@ def _plain_progress(
         if now - last_line_time < pause:
             return
         last_line_time = now
-
-        if total is None:
-            say(f"{description} {completed:,}  {note}")
-            return
-
-        # Estimate the remaining time from the items completed since the start.
-        remaining = "-:--:--"
-        num_since_start = completed - num_before
-        if num_since_start > 0:
-            seconds_per_item = (now - start_time) / num_since_start
-            remaining = timedelta(seconds=round(seconds_per_item * (total - completed)))
-        percent = 100 * completed // max(1, total)
-        say(f"{description} {completed:,}/{total:,} ({percent}%)  eta {remaining}  {note}")
+        state = f"{completed:,}"
+        if total is not None:
+            percent = 100 * completed // max(1, total)
+            eta = _remaining_time(now - start_time, completed - num_before, total - completed)
+            state = f"{completed:,}/{total:,} ({percent}%)  eta {eta}"
+        say(f"{description} {state}  {note}")
 
     return show
+
+
+def _remaining_time(seconds: float, num_completed: int, num_left: int) -> str:
+    """Estimate the time for the items left from the seconds for the completed items."""
+    if num_completed <= 0:
+        return "-:--:--"
+    seconds_per_item = seconds / num_completed
+    return str(timedelta(seconds=round(seconds_per_item * num_left)))
 
 
 def track(items: Iterable[ItemT], description: str, total: int | None) -> Iterator[ItemT]:
@@ -166,11 +174,7 @@ def is_main_process() -> bool:
 
 
 def say(message: str) -> None:
-    """Print a message to stderr, from the main process only.
-
-    Stdout is for results, which programs may read. If the terminal is closed or the disk is full,
-    the message is lost and the work goes on.
-    """
+    """Print a message to stderr, from the main process only."""
     if is_main_process():
         with suppress(OSError, ValueError):
             print_line(message)
@@ -179,16 +183,12 @@ def say(message: str) -> None:
 def print_line(message: str, style: str = "") -> None:
     """Print a message on stderr, without characters that could control a terminal.
 
-    Lines of more than 2,000 characters are cut. On a terminal, lines are wrapped between words,
-    never inside a path. In a log file they are not wrapped.
+    Lines of more than 2,000 characters are cut.
     """
     lines = [shorten(line, _MAX_LINE_CHARS) for line in visible(message).split("\n")]
-
     if console.is_terminal:
         wrapper = textwrap.TextWrapper(
             console.width, break_long_words=False, break_on_hyphens=False
         )
         lines = [wrapper.fill(line) for line in lines]
-
-    # `soft_wrap=True` keeps rich from wrapping the lines again.
     console.print("\n".join(lines), style=style, markup=False, emoji=False, soft_wrap=True)

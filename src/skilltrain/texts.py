@@ -1,4 +1,14 @@
-"""Decode, clean and split texts, guess their language, and make them safe to show in a terminal."""
+"""Decode, clean and split texts, guess their language, and make them safe to show in a terminal.
+
+Notes:
+    - NULs do not count as controls. Otherwise a text with many NULs in front would pass as binary
+      data, which is not screened.
+    - Most words are ASCII. `words_of` splits them by a translation of bytes, which takes half the
+      time of a regular expression. Other pieces are split by the regular expression.
+    - On 26,308 skills labelled en or zh, `language_of` agrees with 98.9% of the labels. Where it
+      differs, the label is wrong: the skill is in Spanish or Japanese, and the guess is None.
+    - Chinese texts quote a few kana or hangul.
+"""
 
 import codecs
 import re
@@ -57,9 +67,6 @@ def decode_text(data: bytes) -> str | None:
     text = _decode(data)
     if text is None:
         return None
-
-    # NULs do not count as controls. Otherwise a text with many NULs in front would pass as binary
-    # data, which is not screened.
     start = text[:4096].replace("\x00", "")
     controls = [
         character
@@ -76,7 +83,6 @@ def _decode(data: bytes) -> str | None:
         if data.startswith(mark):
             return data.decode(encoding, errors="replace")
 
-    # Accept UTF-8, also with a few broken characters.
     text = data.decode("utf-8", errors="replace")
     if text.encode() == data:
         return text
@@ -86,7 +92,6 @@ def _decode(data: bytes) -> str | None:
     if num_valid_non_ascii >= _MIN_VALID_PER_BROKEN * num_broken:
         return text
 
-    # Guess between the other encodings.
     from charset_normalizer import from_bytes
 
     best = from_bytes(data, cp_isolation=["gb18030", "cp1252", "latin-1"]).best()
@@ -108,15 +113,11 @@ def words_of(text: str) -> list[str]:
 
     A word is a run of letters and digits. A CJK character is a word of its own.
     """
-    # Make ASCII letters lower case, and split at ASCII punctuation. Most words are ASCII, and this
-    # translation of bytes takes half the time of a regular expression.
     data = text.encode("utf-8", "surrogatepass").translate(_LOWER_CASE_OR_SPACE)
     pieces = data.decode("utf-8", "surrogatepass").split()
     if text.isascii():
         return pieces
-
-    # Pieces with other characters are split by the regular expression.
-    words: list[str] = []
+    words = []
     for piece in pieces:
         if piece.isascii():
             words.append(piece)
@@ -146,9 +147,6 @@ def name_key(name: str) -> str:
 def language_of(text: str) -> str | None:
     """Guess whether a text is English or Chinese.
 
-    On 26,308 skills labelled en or zh, the guess agrees with 98.9% of the labels. Where it differs,
-    the label is wrong: the skill is in Spanish or Japanese, and the guess is None.
-
     Returns:
         `zh` if at least a quarter of the words are Han characters. `en` if at least 1% of the words
         are common English words. Otherwise None.
@@ -156,7 +154,8 @@ def language_of(text: str) -> str | None:
     words = _LATIN_WORD.findall(text.lower())
     num_han = len(_HAN.findall(text))
     num_kana_or_hangul = len(_KANA_OR_HANGUL.findall(text))
-    if num_kana_or_hangul > 0.1 * num_han + 5:  # Japanese or Korean; Chinese texts quote a few
+    is_japanese_or_korean = num_kana_or_hangul > 0.1 * num_han + 5
+    if is_japanese_or_korean:
         return None
     if num_han and num_han >= 0.25 * (num_han + len(words)):
         return "zh"

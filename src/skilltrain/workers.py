@@ -1,6 +1,12 @@
 """Run blocks of work on several processes of this machine, or on a Ray cluster.
 
 The results and their order do not depend on where they are computed.
+
+Notes:
+    - Processes are spawned. A forked process may hang if torch or faiss have started threads.
+    - Functions are pickled, and Ray does not accept partials.
+    - Ray uses the cluster that RAY_ADDRESS names, which then decides on the number of cores.
+    - All tasks of Ray are started before the first result is awaited.
 """
 
 import logging
@@ -46,16 +52,13 @@ def map_blocks(
     workers: WorkersConfig,
     description: str,
 ) -> Iterator[ResultT]:
-    """Call a function on blocks of work in several processes, and show the progress.
+    """Call a function on blocks of work in several processes, and yield the results in order.
 
     Args:
-        function: A top-level function or a partial of one, because it is pickled.
+        function: A top-level function, or a partial of one.
         blocks: Arguments of the function.
         workers: Where to run the function.
         description: Label of the progress bar.
-
-    Yields:
-        Results of the function, in the order of `blocks`.
 
     Raises:
         SkilltrainError: A worker raised it, or a worker process ended early.
@@ -77,15 +80,15 @@ def _run_in_processes(
 ) -> Iterator[ResultT]:
     """Yield `function(block)` for each block, computed in processes of this machine."""
     num_threads = max(1, _num_cores() // num_processes)
-    # Processes are spawned. A forked process may hang if torch or faiss have started threads.
     spawn = get_context("spawn")
     executor = ProcessPoolExecutor(num_processes, spawn, _limit_threads, (num_threads,))
     try:
         yield from executor.map(function, blocks)
     except BrokenProcessPool as error:
-        fix = "if memory ran out, set workers.num to fewer"
         raise SkilltrainError(
-            "worker-failed", "a worker process ended before its work was done", fix=fix
+            "worker-failed",
+            "a worker process ended before its work was done",
+            fix="if memory ran out, set workers.num to fewer",
         ) from error
     finally:
         executor.shutdown(wait=True, cancel_futures=True)
@@ -102,11 +105,10 @@ def _run_on_ray(
 ) -> Iterator[ResultT]:
     """Yield `function(block)` for each block, computed by Ray.
 
-    Ray uses the cluster that RAY_ADDRESS names. Without this variable it uses `num_cores` cores of
-    this machine. None: all cores.
-
-    Raises:
-        SkilltrainError: Ray is not installed, a worker raised it, or Ray failed.
+    Args:
+        function: The function.
+        blocks: Arguments of the function.
+        num_cores: Cores of this machine. None: all cores.
     """
     try:
         import ray
@@ -116,25 +118,14 @@ def _run_on_ray(
             "missing-package", "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
         ) from error
 
-    if not ray.is_initialized():
-        if os.environ.get("RAY_ADDRESS"):
-            num_cores = None  # the cluster decides
-        elif num_cores is None:
-            num_cores = _num_cores()
-        ray.init(
-            num_cpus=num_cores,
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-        )
+    _start_ray(ray, num_cores)
 
-    def call(block: Any) -> Any:  # Ray does not accept partials
+    def call(block: Any) -> Any:  # Ray accepts no partials
         return function(block)
 
     task: Any = ray.remote(call)
     get: Any = ray.get
     try:
-        # Start all tasks before waiting for the first result.
         yield from map(get, [task.remote(block) for block in blocks])
     except RayTaskError as error:
         if isinstance(error.cause, SkilltrainError):
@@ -144,3 +135,19 @@ def _run_on_ray(
         raise SkilltrainError(
             "worker-failed", f"Ray gave up: {' '.join(str(error).split())[:300]}"
         ) from error
+
+
+def _start_ray(ray: Any, num_cores: int | None) -> None:
+    """Start Ray on `num_cores` cores of this machine (None: all), or connect to its cluster."""
+    if ray.is_initialized():
+        return
+    if os.environ.get("RAY_ADDRESS"):
+        num_cores = None
+    elif num_cores is None:
+        num_cores = _num_cores()
+    ray.init(
+        num_cpus=num_cores,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+    )

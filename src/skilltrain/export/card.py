@@ -1,4 +1,9 @@
-"""Model cards: the README.md of a saved model, from its run, its data and its evaluations."""
+"""Model cards: the README.md of a saved model, from its run, its data and its evaluations.
+
+Notes:
+    - A card shows only the last part of a local path, and no text of the training data.
+    - A published base model is always listed. Any other base model is listed if it is on the Hub.
+"""
 
 import difflib
 import re
@@ -93,9 +98,10 @@ def _check_license(license: str) -> None:
     if license not in license_ids:
         name = license.lower().replace(" ", "-")
         [nearest] = difflib.get_close_matches(name, license_ids, n=1, cutoff=0)
-        problem = "is no licence id of the Hub"
         fix = f"the nearest id is {nearest}; write 'other' for a licence that has no id"
-        raise SkilltrainError("invalid-license", problem, where=license, fix=fix)
+        raise SkilltrainError(
+            "invalid-license", "is no licence id of the Hub", where=license, fix=fix
+        )
 
 
 @dataclass(frozen=True)
@@ -148,8 +154,6 @@ class Input(NamedTuple):
 def model_card(record: RunRecord, published: Published = Published()) -> str:
     """Return a model card as Markdown with YAML front matter.
 
-    The card shows only the last part of a local path, and no text of the training data.
-
     Raises:
         SkilltrainError: No system of a report uses the run.
     """
@@ -162,7 +166,6 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         class_name = "MultiVectorEncoder"
     model_class = _MODEL_CLASSES[class_name]
 
-    # Results on the development queries, then those of the reports.
     results = [
         Result(
             "development queries", "this model", uses_model=True, metric=metric, estimate=estimate
@@ -172,14 +175,12 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     for report in published.reports:
         results += _report_results(report, record.run or Path())
 
-    # Variables of the template.
-    recipe = shareable(record.recipe)
     base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
-    # A published base model is always listed. Any other base is listed only if it is on the Hub.
     if published.base_model:
         data.base_model = published.base_model
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
+    recipe = shareable(record.recipe)
     run_record = record_of(record.run) if record.run else {}
     variables = vars(record) | {
         "kind": model_class.kind,
@@ -215,9 +216,9 @@ def _card_data(
 
     Args:
         model_class: Class that opens the model.
-        results: Results of all systems. Only those that use the model are listed.
-        base: Source of the base model: a name on the Hub, a folder or a package.
-        license: Licence id of the Hub, if known.
+        results: Results of all systems; those with the model are listed.
+        base: Source of the base model.
+        license: Licence id of the Hub.
     """
     from huggingface_hub import EvalResult, ModelCardData
 

@@ -1,4 +1,14 @@
-"""Other forms of a saved model, for servers and runtimes that cannot open it as it was saved."""
+"""Other forms of a saved model, for servers and runtimes that cannot open it as it was saved.
+
+Notes:
+    - The score of a yes_no reranker is the logit of yes minus the logit of no. A classifier with
+      the output row W_yes - W_no gives the same scores.
+    - vLLM puts a separator token between query and skill unless `use_sep_token` is false.
+      `use_pad_token` is the name of this setting in older releases of vLLM.
+    - `write_modules` looks for the head of the model's network.
+    - A graph in ONNX cannot hold our attention for packed texts. Tracing removes a mask that shows
+      no padding. A full disk can cause any exception in the export.
+"""
 
 import logging
 import shutil
@@ -45,82 +55,65 @@ def write_form(folder: Path, form: Form) -> None:
 
     Args:
         folder: A folder that `save_model` wrote.
-        form: `sequence_classification` gives a Qwen3-like reranker one output, the logit of yes
-            minus the logit of no. `multi_vector` makes an encoder open as a `MultiVectorEncoder`.
-            `onnx` adds the network in float32 and with 8-bit weights and activations (dynamic
-            quantisation); a Qwen3-like reranker becomes a sequence classifier first.
-
-    Raises:
-        SkilltrainError: The model has no such form, or a package is missing.
+        form: `sequence_classification` for a yes_no reranker, `multi_vector` for an encoder, `onnx`
+            for any model (float32 and 8 bits).
     """
     model = open_model(folder, "meta")
     answers_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
+    problem = ""
+    if form == "multi_vector" and not isinstance(model, Encoder):
+        problem = "only an encoder has this form"
+    if form == "sequence_classification" and not answers_yes_no:
+        problem = "only a reranker with template.form=yes_no has this form"
+        if isinstance(model, Reranker):
+            problem += "; a reranker with template.form=pair is already a classifier"
+    if problem:
+        raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
 
     if form == "multi_vector":
-        if not isinstance(model, Encoder):
-            problem = "only an encoder has this form"
-            raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
-        # Replace the modules after the transformer.
         for module_folder in folder.glob("[0-9]_*"):
             shutil.rmtree(module_folder)
         write_modules(model, folder, per_token=True)
-
-    if form == "sequence_classification":
-        if not answers_yes_no:
-            problem = "only a reranker with template.form=yes_no has this form"
-            if isinstance(model, Reranker):
-                problem += "; a reranker with template.form=pair is already a classifier"
-            raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
+    elif answers_yes_no:
         _convert_to_classifier(folder)
-
     if form == "onnx":
-        if answers_yes_no:
-            _convert_to_classifier(folder)
         with _hide_warnings():
             _add_onnx(folder)
-
     write_record(folder, read_json(folder / CHECKPOINT_FILE) | {"form": form})
 
 
 def _convert_to_classifier(folder: Path) -> None:
-    """Replace the output layer of a saved yes_no reranker by one row, W_yes - W_no, in place.
-
-    The scores stay the same.
-    """
-    from transformers import AutoModelForSequenceClassification
-
+    """Replace the output layer of a saved yes_no reranker by the row W_yes - W_no, in place."""
     dtype = read_json(folder / "config.json").get("dtype")
     reranker = open_model(folder, precision="bfloat16" if dtype == "bfloat16" else "float32")
+    reranker.network = _classifier_of(reranker)
 
-    # Create a classifier without weights, and describe it in its config.json.
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
+    write_weights(reranker.network.eval(), staging=folder, folder=folder)
+    write_modules(reranker, folder)
+
+
+def _classifier_of(reranker: Reranker) -> Any:
+    """Return a classifier with the layers of a yes_no reranker and the row W_yes - W_no."""
+    from transformers import AutoModelForSequenceClassification
+
     with torch.device("meta"):
         network: Any = AutoModelForSequenceClassification.from_config(reranker.network.config)
     network.config.update(
         {
             "num_labels": 1,
             "pad_token_id": reranker.tokenizer.pad_token_id,
-            # vLLM must not put a separator token between query and skill.
             "use_sep_token": False,
-            "use_pad_token": False,  # the name of this setting in older releases of vLLM
+            "use_pad_token": False,
         }
     )
-
-    # Give the classifier the layers of the reranker, and the row as its output layer.
     setattr(network, network.base_model_prefix, reranker.network.base_model)
-    row = reranker.score_vector().detach()  # [hidden], float32 even for bfloat16 weights
-    head_layers = heads(network)  # a single layer
-    output_layer = head_layers[0]
-    output_layer.weight = nn.Parameter(row[None].clone())  # [1, hidden]
-
-    # Delete the weights of the reranker, and its module that computes the score from two logits.
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
-
-    # Write the classifier straight to `folder`, without a staging folder.
-    write_weights(network.eval(), staging=folder, folder=folder)
-    reranker.network = network  # `write_modules` looks for the head of this network
-    write_modules(reranker, folder)
+    row: Any = reranker.score_vector()  # [hidden], float32
+    output_layer = heads(network)[0]
+    output_layer.weight = nn.Parameter(row.detach()[None].clone())  # [1, hidden]
+    return network
 
 
 @contextmanager
@@ -145,14 +138,13 @@ def _add_onnx(folder: Path) -> None:
         raise SkilltrainError("missing-package", problem, where="--form onnx", fix=fix) from error
 
     network = open_model(folder).network
-    network.set_attn_implementation("sdpa")  # a graph cannot hold our attention for packed texts
+    network.set_attn_implementation("sdpa")
     network.config.use_cache = False
     network.base_model.config.use_cache = False
 
-    # Example inputs: two texts of 8 tokens.
     ids = torch.ones(2, 8, dtype=torch.long)  # [text, token]
     mask = torch.ones_like(ids)
-    mask[1, 5:] = 0  # without padding, tracing would remove the mask
+    mask[1, 5:] = 0  # the second text has padding
     example = {"input_ids": ids, "attention_mask": mask}
     if (getattr(network.config, "type_vocab_size", None) or 0) > 1:
         example["token_type_ids"] = torch.zeros_like(ids)
@@ -179,6 +171,6 @@ def _add_onnx(folder: Path) -> None:
             weight_type=QuantType.QInt8,
             use_external_data_format=is_large,
         )
-    except Exception as error:  # a full disk can cause any exception
+    except Exception as error:
         problem = f"cannot write the ONNX model: {printable(reason_of(error), 300)}"
         raise SkilltrainError("cannot-write", problem, where=folder) from error

@@ -1,4 +1,14 @@
-"""Check a model folder and upload it to the Hugging Face Hub."""
+"""Check a model folder and upload it to the Hugging Face Hub.
+
+Notes:
+    - One of the compared texts is so long that it is cut. Each text is encoded alone, without
+      padding.
+    - sentence-transformers and the client of the Hub may raise any exception.
+    - The client's log, its warnings and its errors may hold the token, so they are hidden or
+      masked.
+    - An upload is a single commit. `upload_folder` would split many files into several commits.
+    - A GatedRepoError is a kind of RepositoryNotFoundError, but the repository exists.
+"""
 
 import re
 import warnings
@@ -56,29 +66,16 @@ def check_folder(folder: Path) -> dict[str, Path]:
 def check_round_trip(folder: Path) -> None:
     """Check that sentence-transformers without skilltrain computes the outputs of our model.
 
-    This check runs before an upload, so its errors say that nothing was sent. One of the compared
-    texts is so long that it is cut.
-
     Raises:
         SkilltrainError: sentence-transformers cannot open the folder, or gives other scores.
     """
-    # Outputs of our model: the scores of all pairs, or the vectors of all texts.
     model = open_model(folder)
     is_multi_vector = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
-    outputs = []
-    if isinstance(model, Reranker):
-        outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
-    else:
-        texts = model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS)
-        for ids in texts:  # one at a time, so that no text is padded
-            # The rows are the vector of the text, then a vector for each of its tokens.
-            [rows] = model.with_tokens([ids], num_tokens=len(ids))
-            outputs.append(rows[1:] if is_multi_vector else rows[0])
-
+    outputs = torch.cat(_our_outputs(model, is_multi_vector))
     try:
         plain_outputs = torch.cat(_plain_outputs(model, str(folder), is_multi_vector))
-        difference = (torch.cat(outputs) - plain_outputs.float()).abs().max().item()
-    except Exception as error:  # sentence-transformers may raise anything
+        difference = (outputs - plain_outputs.float()).abs().max().item()
+    except Exception as error:
         problem = f"plain sentence-transformers cannot open it: {printable(str(error), 200)}"
         fix = "nothing was sent"
         raise SkilltrainError("not-portable", problem, where=folder.name, fix=fix) from error
@@ -86,23 +83,35 @@ def check_round_trip(folder: Path) -> None:
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
     limit = _MAX_DIFFERENCE_BFLOAT16 if is_half else _MAX_DIFFERENCE
     if not difference <= limit:  # also true for NaN
-        scores = f"they differ by {difference:.2g}"
-        problem = f"gives other scores in plain sentence-transformers: {scores}"
+        problem = (
+            f"gives other scores in plain sentence-transformers: they differ by {difference:.2g}"
+        )
         fix = "nothing was sent; please report this"
         raise SkilltrainError("not-portable", problem, where=folder.name, fix=fix)
 
 
+def _our_outputs(model: Encoder | Reranker, is_multi_vector: bool) -> list[Tensor]:
+    """Compute the outputs of our model for all probe queries and probe skills."""
+    if isinstance(model, Reranker):
+        return [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
+    outputs = []
+    for ids in model.tokenize_queries(_PROBE_QUERIES) + model.tokenize_skills(_PROBE_SKILLS):
+        # [1 + tokens, dim], the text's vector first
+        [vectors] = model.with_tokens([ids], num_tokens=len(ids))
+        outputs.append(vectors[1:] if is_multi_vector else vectors[0])
+    return outputs
+
+
 def _plain_outputs(model: Encoder | Reranker, folder: str, is_multi_vector: bool) -> list[Tensor]:
-    """Open a model folder with sentence-transformers alone, and compute its outputs for the probes.
+    """Compute the outputs of a saved model with sentence-transformers alone.
 
     Args:
-        model: The same model, opened by us. Its template gives the texts of the skills.
+        model: Our model, whose template renders the skills.
         folder: Folder of the model.
         is_multi_vector: Whether an encoder returns a vector per token.
 
     Returns:
-        For a reranker, one tensor with the scores of all pairs, query by query. For an encoder, a
-        tensor for each query, then for each skill: its vector, or the vectors of its tokens.
+        Vectors of each query, then of each skill; or all scores of a reranker.
     """
     from sentence_transformers import CrossEncoder, MultiVectorEncoder, SentenceTransformer
 
@@ -136,57 +145,47 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
 def upload(paths: Mapping[str, Path], repo: str, public: bool, may_replace_readme: bool) -> str:
     """Upload a model in one commit, which also deletes all other files of the repository.
 
-    An earlier model of skilltrain in the repository is replaced.
-
     Args:
         paths: Files by their name in the repository.
-        repo: Name on the Hub, OWNER/NAME. The repository is created if it does not exist.
+        repo: OWNER/NAME on the Hub. A missing repository is created.
         public: Whether everybody may see the repository.
-        may_replace_readme: Whether to upload to an existing repository that holds nothing but a
-            README.md, which is replaced. If false, such a repository is refused.
+        may_replace_readme: Whether the only file of a repository may be a README.md.
 
     Returns:
         URL of the repository.
-
-    Raises:
-        SkilltrainError: The repository holds something else than a model of skilltrain, or the Hub
-            refuses the upload or does not answer.
     """
-    from huggingface_hub import (
-        CommitOperationAdd,
-        CommitOperationDelete,
-        HfApi,
-        get_token,
-        set_client_factory,
-    )
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, set_client_factory
     from huggingface_hub.utils import logging
 
     set_client_factory(_limited_client)
-    logging.set_verbosity_error()  # the client's log may hold the token
+    logging.set_verbosity_error()
     api = HfApi(library_name="skilltrain")
     url = f"{api.endpoint}/{repo}"
     try:
-        with warnings.catch_warnings(action="ignore"):  # a warning may hold the token
+        with warnings.catch_warnings(action="ignore"):
             old_names = _open_repository(api, repo, public, may_replace_readme)
             say(f"{url}: uploading")
-            # upload_folder would split many files into several commits.
             changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
             changes += [CommitOperationDelete(name) for name in sorted(old_names.difference(paths))]
             api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
     except SkilltrainError:
         raise
-    except Exception as error:  # the client may raise anything
-        message = getattr(error, "server_message", None) or str(error) or type(error).__name__
-        token = get_token()
-        if token:
-            message = message.replace(token, "[key]")
-        problem = f"cannot upload: {printable(message, 200)}"
-        fix = (
-            "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
-        )
-        # `from None`, because --debug would show the token.
-        raise SkilltrainError("upload-failed", problem, where=repo, fix=fix) from None
+    except Exception as error:
+        raise _upload_error(error, repo) from None
     return url
+
+
+def _upload_error(error: Exception, repo: str) -> SkilltrainError:
+    """Return our error for any error of the Hub's client, without the token."""
+    from huggingface_hub import get_token
+
+    message = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    token = get_token()
+    if token:
+        message = message.replace(token, "[key]")
+    problem = f"cannot upload: {printable(message, 200)}"
+    fix = "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
+    return SkilltrainError("upload-failed", problem, where=repo, fix=fix)
 
 
 def _limited_client() -> Any:
@@ -204,20 +203,15 @@ def _open_repository(api: Any, repo: str, public: bool, may_replace_readme: bool
 
     Args:
         api: `HfApi` of huggingface_hub.
-        repo: Name on the Hub, OWNER/NAME.
-        public: Whether the repository must be public, or else private.
-        may_replace_readme: Whether a repository that holds nothing but a README.md may be
-            overwritten.
-
-    Raises:
-        SkilltrainError: The repository holds something else than a model of skilltrain, or its
-            visibility is another one.
+        repo: OWNER/NAME on the Hub.
+        public: Whether the repository must be public.
+        may_replace_readme: Whether the only file may be a README.md.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
         info = api.model_info(repo, timeout=_HUB_SECONDS)
-    except GatedRepoError:  # a kind of RepositoryNotFoundError, but the repository exists
+    except GatedRepoError:
         raise
     except RepositoryNotFoundError:
         api.create_repo(repo, private=not public)
@@ -231,12 +225,12 @@ def _open_repository(api: Any, repo: str, public: bool, may_replace_readme: bool
     if names - {"README.md"} and CHECKPOINT_FILE not in names:
         problem = "the repository is taken: it holds something else than a model of skilltrain"
         raise SkilltrainError("repository-taken", problem, where=repo, fix="choose another --repo")
-    if public and info.private:
+    is_public = not info.private
+    problem = "the repository is public"
+    fix = "add --public, or choose another --repo"
+    if not is_public:
         problem = "the repository is private, and stays so"
         fix = "make it public on its page, or push without --public"
-        raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
-    if not public and not info.private:
-        problem = "the repository is public"
-        fix = "add --public, or choose another --repo"
+    if is_public != public:
         raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
     return names

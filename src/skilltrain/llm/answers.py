@@ -138,8 +138,8 @@ def read_completion(reply: Any, request: Request) -> Completion:
     """Read a reply of openai's client. A `<think>` block is removed from its text.
 
     Args:
-        reply: The reply. If it is no chat completion, the result has the `finish_reason` malformed.
-        request: The request, to estimate the numbers of tokens that the server does not report.
+        reply: The reply. No chat completion: the `finish_reason` is malformed.
+        request: The request, to estimate unreported numbers of tokens.
     """
     try:
         choice = reply.choices[0]

@@ -1,4 +1,13 @@
-"""Ask a chat model about many items, ask again after unusable answers, and estimate the cost."""
+"""Ask a chat model about many items, ask again after unusable answers, and estimate the cost.
+
+Notes:
+    - Cached answers are read before any request is sent. The budget counts their cost too, so it
+      allows fewer requests.
+    - Answers are read in the order of the items, so that the outcome does not depend on the
+      server's speed.
+    - The answers before an error are in the cache.
+    - Many models put a line break inside a JSON string, which strict JSON does not allow.
+"""
 
 import json
 import re
@@ -104,13 +113,11 @@ class Outcome(Generic[ItemT, ValueT]):
 def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
     """Estimate the cost of the first attempts for all items, and print it in one line.
 
-    No request is sent. Cached answers cost nothing.
-
     Returns:
-        Numbers of requests, of tokens and of dollars, by their names in the output of `--dry-run`.
+        Numbers of requests, tokens and dollars, by their names in `--dry-run`.
     """
     llm = questions.llm
-    prompt_tokens: list[int] = []  # of each request that is not in the cache
+    prompt_tokens = []  # of each uncached request
     for item in questions.items:
         request = questions.request(item)
         if llm.recall(request) is None:
@@ -142,22 +149,14 @@ def ask_all(
     Args:
         questions: The questions.
         drop_if_down: Whether to drop all items, with a warning, if no request can succeed.
-
-    Raises:
-        SkilltrainError: No request can succeed, and `drop_if_down` is false. The answers so far are
-            in the cache.
     """
     items = questions.items
-    values: dict[int, ValueT] = {}  # by position of the item
-    faults: dict[int, Dropped] = {}  # the last faults of items without a value, by position
-    pending = list(range(len(items)))  # positions of the items to ask about
+    values: dict[int, ValueT] = {}  # by position
+    faults: dict[int, Dropped] = {}  # by position
+    pending = list(range(len(items)))
     try:
         for attempt in range(questions.max_attempts):
-            # An item with a usable answer gets a value, and its earlier fault is removed. Any other
-            # item gets a new fault.
             _ask_round(questions, attempt, pending, values, faults)
-
-            # Ask again about the items that still have a fault, unless the fault is final.
             pending = [i for i, fault in faults.items() if fault.filter not in _FINAL_FAULTS]
     except SkilltrainError as error:
         if not drop_if_down:
@@ -166,11 +165,9 @@ def ask_all(
         values = {}
         down = AnswerError("down", error.problem)
         faults = {i: _dropped_row(item, down) for i, item in enumerate(items)}
-
     usable = [(items[position], values[position]) for position in sorted(values)]
     budget = questions.llm.budget
-    cost = budget.account(budget.used)  # numbers of tokens and dollars
-    return Outcome(usable, list(faults.values()), cost)
+    return Outcome(usable, list(faults.values()), budget.account(budget.used))
 
 
 def _ask_round(
@@ -180,18 +177,17 @@ def _ask_round(
     values: dict[int, ValueT],
     faults: dict[int, Dropped],
 ) -> None:
-    """Ask once about some items, and store a value or a fault for each of them.
+    """Ask once about some items, and store the new value or fault of each item.
 
     Args:
         questions: The questions.
-        attempt: Number of the round, counted from 0.
+        attempt: Number of the round, from 0.
         pending: Positions of the items to ask about.
-        values: Values of usable answers, by position of the item. This function adds values.
-        faults: Faults of the last answers, by position of the item. This function sets the fault
-            of an unusable answer, and removes the fault of an item that gets a value.
+        values: Value of each item by position.
+        faults: Last fault of each other item.
     """
     answers = _collect_answers(questions, attempt, pending, faults)
-    for position in pending:  # in the order of the items
+    for position in pending:
         item = questions.items[position]
         try:
             values[position] = questions.read(item, _usable_text(answers[position]))
@@ -210,17 +206,16 @@ def _collect_answers(
 
     Args:
         questions: The questions.
-        attempt: Number of the round, counted from 0.
-        pending: Positions of the items to ask about.
-        faults: Faults of the last answers, by position of the item. A request quotes the fault.
+        attempt: Number of the round, from 0.
+        pending: Positions of the items.
+        faults: Last fault of each item.
     """
     llm = questions.llm
-    answers: dict[int, AnswerOrError] = {}
+    answers = {}
 
     def request_of(position: int) -> Request:
         return questions.request(questions.items[position], attempt, faults.get(position))
 
-    # Read the cached answers first. The budget counts their cost too, so it allows fewer requests.
     for position in pending:
         cached = llm.recall(request_of(position))
         if cached is not None:
@@ -234,13 +229,11 @@ def _collect_answers(
         except AnswerError as error:
             return position, error
 
-    # Ask the server for the other answers.
     uncached = [position for position in pending if position not in answers]
     if uncached:
         replies = in_threads(ask, uncached, llm.config.concurrency)
         label = f"{questions.description}, attempt {attempt + 1}"
-        for position, answer in track(replies, label, len(uncached)):
-            answers[position] = answer
+        answers.update(track(replies, label, len(uncached)))
     return answers
 
 
@@ -273,7 +266,7 @@ def read_object(answer: str, kind: type[ModelT]) -> ModelT:
         kind: Class of the object.
 
     Raises:
-        ValueError: The answer is not one JSON object, or the object does not fit `kind`.
+        ValueError: The answer is no such object.
     """
     try:
         return kind.model_validate(_read_json(answer, "{"))
@@ -332,4 +325,4 @@ def _read_json(answer: str, opening: str) -> Any:
     code_block = _CODE_BLOCK.search(text)
     if code_block and not text.startswith(opening):
         text = code_block[1]
-    return json.loads(text, strict=False)  # many models put a line break inside a JSON string
+    return json.loads(text, strict=False)

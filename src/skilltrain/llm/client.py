@@ -1,4 +1,10 @@
-"""Clients of OpenAI-compatible servers. The package openai repeats failed requests."""
+"""Clients of OpenAI-compatible servers. The package openai repeats failed requests.
+
+Notes:
+    - The errors of openai may hold the key. `from None` keeps them out of tracebacks.
+    - Some servers repeat the key in an error or in an answer, so both are masked.
+    - The threads of ThreadPool are daemons, so Ctrl-C does not wait for a silent server.
+"""
 
 import os
 from collections.abc import Callable, Iterable, Iterator
@@ -83,12 +89,11 @@ class Server:
         """Send a request if the budget allows it, and return the reply.
 
         Args:
-            send: Sends the request with the given client of openai, and returns the reply.
+            send: Sends the request with a client of openai.
 
         Raises:
-            AnswerError: The budget is used up.
-            ServerError: The request and all its retries failed.
-            SkilltrainError: The request failed, and other requests would fail too.
+            AnswerError: The budget is used up, or all retries failed.
+            SkilltrainError: All other requests would fail too.
         """
         import openai
 
@@ -97,7 +102,6 @@ class Server:
         try:
             return send(client)
         except openai.OpenAIError as error:
-            # `from None` keeps openai's error out of tracebacks, because it may hold the key.
             raise self._translate_error(error) from None
 
     def mask_key(self, text: str) -> str:
@@ -156,36 +160,35 @@ class LLM:
         """Ask the server, cache the answer and return it. Threads may share an LLM.
 
         Raises:
-            AnswerError: The request was not sent, because the budget is used up.
-            ServerError: The request failed. This is a kind of AnswerError.
-            SkilltrainError: The key is wrong, for example, so that every request would fail. Or too
-                many requests in a row failed.
+            AnswerError: The budget is used up, or the request failed.
+            SkilltrainError: Every request would fail, or too many failed in a row.
         """
         try:
             answer = self._ask(request)
         except ServerError as error:
-            with self._failures_lock:
-                self._num_failures += 1
-                num_failures = self._num_failures
-            if num_failures < _MAX_FAILURES:
-                raise
-            raise SkilltrainError(
-                "server-failing",
-                f"{num_failures} requests in a row failed, the last with: {error.reason}",
-                where=self.config.base_url,
-                fix="answers so far are cached; run again later",
-            ) from None
+            self._count_failure(error)
+            raise
         with self._failures_lock:
             self._num_failures = 0
         self.budget.count(answer.usage)
         self._cache.put(request.key(self._parameters), answer)
         return answer
 
-    def _ask(self, request: Request) -> Completion:
-        """Send a request, and return the answer.
+    def _count_failure(self, error: ServerError) -> None:
+        """Count a failed request. Raise SkilltrainError if too many failed in a row."""
+        with self._failures_lock:
+            self._num_failures += 1
+            num_failures = self._num_failures
+        if num_failures >= _MAX_FAILURES:
+            raise SkilltrainError(
+                "server-failing",
+                f"{num_failures} requests in a row failed, the last with: {error.reason}",
+                where=self.config.base_url,
+                fix="answers so far are cached; run again later",
+            ) from None
 
-        If the server repeats its API key in the answer, the key is masked.
-        """
+    def _ask(self, request: Request) -> Completion:
+        """Send a request, and return the answer without the API key."""
         config = self.config
         limit_name = "max_completion_tokens" if config.is_openai else "max_tokens"
         body: dict[str, Any] = {
@@ -195,7 +198,6 @@ class LLM:
             limit_name: config.max_tokens,
         }
         body |= config.model_dump(include={"temperature", "top_p"}, exclude_none=True)
-
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))
         except (ValueError, RecursionError):
@@ -209,27 +211,19 @@ def in_threads(
 ) -> Iterator[ReplyT]:
     """Call a function on all items in threads, and yield the results as they are ready.
 
-    Items are started in their order. After an error, no more items are started. Items already
-    started are finished and their results are yielded. Then the error is raised.
-
-    Args:
-        work: The function.
-        items: Arguments of the function.
-        num_threads: Number of calls under way at once.
+    Items are started in order. After an error no item is started, and the running items are
+    finished. Then the error is raised.
     """
     errors: list[Exception] = []
 
     def run(item: ItemT) -> list[ReplyT]:
         """Return the result in a list, or an empty list after an error."""
-        if errors:
-            return []
         try:
-            return [work(item)]
+            return [] if errors else [work(item)]
         except Exception as error:
             errors.append(error)
             return []
 
-    # ThreadPool's threads are daemons, so Ctrl-C does not wait for a silent server.
     with ThreadPool(num_threads) as pool:
         for replies in pool.imap_unordered(run, items):
             yield from replies

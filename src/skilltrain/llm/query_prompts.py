@@ -83,18 +83,16 @@ def questions_of(
     """Combine one prompt with the queries that the chat model is asked about.
 
     Args:
-        config: Settings of the chat model. Attempt k, counted from 0, has the seed `seed + k`.
+        config: Settings of the chat model.
         llm: The chat model.
-        prompt: The prompt, with the same instructions for all queries.
-        asks: What the messages are filled with: a query and the texts that belong to it, such as
-            skills. Each entry makes one request. A query may have several entries.
+        prompt: Instructions to the model.
+        asks: Queries with their texts, such as skills.
     """
 
     def messages(ask: Ask) -> tuple[str, str]:
         """Return the system message and the user message of one request."""
         query_text = untrusted_text(ask.query.text, config.query_chars)
         titled_texts = [("task", query_text), *ask.titled_texts]
-        # Above each text is a line with a mark and its title. The last line is titled `end`.
         mark, framed_texts = framed(titled_texts, end="end")
         question = prompt.question.format(count=len(ask.choices))
         return prompt.system.format(mark=mark), f"{framed_texts}\n{question}"

@@ -1,4 +1,10 @@
-"""Settings of an OpenAI-compatible server, and of the section `llm:` of a recipe."""
+"""Settings of an OpenAI-compatible server, and of the section `llm:` of a recipe.
+
+Notes:
+    - For a ValueError, pydantic prints the value. A value that may be or hold a key or a password
+      therefore raises SkilltrainError.
+    - The keys of many services start with `sk`.
+"""
 
 import urllib.parse
 from pathlib import Path
@@ -75,11 +81,10 @@ class ServerConfig(Config):
     @classmethod
     def _check_variable_name(cls, value: str) -> str:
         """Check that `api_key_env` is the name of a variable, and not the key itself."""
-        # A name has letters, digits and _, and does not start with a digit. `isalnum` refuses _.
-        without_underscores = value.replace("_", "a")
+        without_underscores = value.replace("_", "a")  # `isalnum` refuses `_`
         is_name = without_underscores.isalnum() and not value[0].isdigit()
-        if not is_name or value.startswith("sk"):  # the keys of many services start with sk
-            # For a ValueError, pydantic would print the value, which may be the key.
+        may_be_key = value.startswith("sk")
+        if may_be_key or not is_name:
             raise SkilltrainError(
                 "invalid-setting",
                 "api_key_env must name an environment variable",
@@ -94,10 +99,9 @@ class ServerConfig(Config):
         try:
             url = urllib.parse.urlsplit(value)
             is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
-        except ValueError as error:  # a malformed port or IPv6 address
+        except ValueError as error:  # malformed port or IPv6
             raise ValueError(_URL_HINT) from error
         if url.username or url.password or url.query:
-            # For a ValueError, pydantic would print the value with the password.
             raise SkilltrainError(
                 "invalid-setting",
                 "base_url must hold no user, password or query",

@@ -89,7 +89,7 @@ class ApiConfig(ServerConfig, RankerConfig):
             "num_requests": math.ceil(len(new_texts) / self.batch_size),
             "num_texts": len(new_texts),
             "num_kept_texts": len(texts) - len(new_texts),
-            **budget.account(Usage(_num_tokens(new_texts))),  # tokens and dollars
+            **budget.account(Usage(_num_tokens(new_texts))),
             "budget": str(budget) or None,  # None if no limit is set
         }
 
@@ -143,11 +143,8 @@ class ApiEncoder:
         """Return the unit vector of each text, from the cache or from the server.
 
         Args:
-            texts: Texts to encode.
+            texts: Texts to encode. An empty text is an error.
             names: Name of each text for errors, such as `skill pdf`.
-
-        Raises:
-            SkilltrainError: A text is empty, or the server gives no usable vector for it.
         """
         # Half of a surrogate pair cannot be sent.
         texts = [text.encode(errors="replace").decode() for text in texts]
@@ -185,12 +182,7 @@ class ApiEncoder:
         yield from track(replies, "embedding", len(starts))
 
     def _embed(self, texts: list[str], name_by_text: Mapping[str, str]) -> Vectors:
-        """Send one request, and return the unit vector of each of its texts.
-
-        Raises:
-            SkilltrainError: The request fails, or a text gets no usable vector.
-        """
-        url = self.config.base_url
+        """Send one request, and return the unit vector of each of its texts."""
         try:
             reply = self.server.call(
                 lambda client: client.embeddings.create(model=self.config.model, input=texts)
@@ -203,18 +195,19 @@ class ApiEncoder:
             raise self._request_error(error, texts, name_by_text) from None
         except (ValueError, TypeError, AttributeError):
             problem = f"the server's reply does not hold one vector for each of {len(texts)} texts"
-            raise SkilltrainError("invalid-reply", problem, where=url, fix=_RUN_AGAIN) from None
-
-        # Count the tokens that the server reports, or an estimate.
+            where = self.config.base_url
+            raise SkilltrainError("invalid-reply", problem, where=where, fix=_RUN_AGAIN) from None
         reported = getattr(reply.usage, "prompt_tokens", None)
         self.server.budget.count(Usage(reported_tokens(reported, _num_tokens(texts))))
+        return self._as_unit_vectors(vectors, [name_by_text[text] for text in texts])
 
-        # Scale all vectors to length 1.
+    def _as_unit_vectors(self, vectors: np.ndarray, names: Sequence[str]) -> Vectors:
+        """Scale vectors to length 1. Raises SkilltrainError if this is impossible."""
         lengths = np.linalg.norm(vectors, axis=1)
-        for text, length in zip(texts, lengths.tolist(), strict=True):
+        for name, length in zip(names, lengths.tolist(), strict=True):
             if not 0 < length < math.inf:
-                problem = f"{url} gave it a vector that is zero or holds no number"
-                raise SkilltrainError("invalid-reply", problem, where=name_by_text[text])
+                problem = f"{self.config.base_url} gave it a vector that is zero or holds no number"
+                raise SkilltrainError("invalid-reply", problem, where=name)
         return (vectors / lengths[:, None]).astype(np.float32)
 
     def _request_error(

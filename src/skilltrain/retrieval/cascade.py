@@ -1,4 +1,10 @@
-"""Systems. A system is a list of rankers: the first ranks the pool, the others order candidates."""
+"""Systems. A system is a list of rankers: the first ranks the pool, the others order candidates.
+
+Notes:
+    - Rankers remember scores by query, so a query that is timed gets a new id.
+    - Runs that are kept for later systems drop the rankings of fused rankers, to free memory.
+    - A model in training changes, so its runs are not kept.
+"""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -42,18 +48,15 @@ def system_of(rankers: Any) -> SystemConfig:
     """Return rankers of the Python API as a system.
 
     Args:
-        rankers: A ranker, a list of rankers, their YAML, or a system. A ranker is a dict of its
+        rankers: A system, a ranker, a list of rankers, or YAML of these. A ranker is a dict of
             settings, or only its kind, such as `lexical`.
-
-    Raises:
-        SkilltrainError: A ranker is unknown, or has wrong settings.
     """
     if isinstance(rankers, SystemConfig):
         return rankers
     if isinstance(rankers, str):
         rankers = parse_yaml(rankers, "rankers")
     items = rankers if isinstance(rankers, list | tuple) else [rankers]
-    configs: list[Any] = []
+    configs = []
     for item in items:
         if not isinstance(item, str | dict | RankerConfig):
             raise wrong_argument("rankers", "a list of rankers, each a dict or a name", item)
@@ -102,11 +105,9 @@ class RankedStage:
         """Return the answers of both stages, as if one run had given them.
 
         Args:
-            other: Answers of the same ranker to other queries. Their pool may be another one, as in
-                a benchmark of several tiers.
+            other: Answers of the same ranker to other queries, perhaps over another pool.
         """
         rankings = {**self.rankings, **other.rankings}
-        # `seconds` is the mean time of a query. Weight it by the number of queries.
         own_seconds = self.seconds * len(self.rankings)
         other_seconds = other.seconds * len(other.rankings)
         return replace(
@@ -134,124 +135,102 @@ class Cascade:
         self._runs: dict[str, RankerRun] = {}  # by the rankers up to this one
 
     def run(self, system: SystemConfig, num_timed: int = 0) -> tuple[RankedStage, ...]:
-        """Run all rankers of a system in order.
+        """Run all rankers of a system in order, and return one stage per ranker.
 
         Args:
             system: The system.
-            num_timed: Number of queries that are run again, one at a time, to measure latency.
-                The first remote ranker and all rankers after it are not timed.
-
-        Returns:
-            One stage per ranker. The rankings of the last one are cut to `self.depth`.
+            num_timed: Number of queries to time. Remote rankers, and rankers after them, are not
+                timed.
         """
-        # Rankers without `keep` return as many skills as the later rankers and the depth need.
         rankers = with_keeps(system.rankers, self.depth)
-
-        # Say from which ranker on latency is not measured. The first rankers may be timeable.
         num_timeable = _num_before_remote(rankers)
         if num_timed and num_timeable < len(rankers):
-            first_untimed = rankers[num_timeable]
-            untimed = f", from {first_untimed.kind} on" if num_timeable else ""
+            untimed = f", from {rankers[num_timeable].kind} on" if num_timeable else ""
             reason = "not timed, for it asks a server or reads rankings from a file"
             say(f"{system.name}{untimed}: {reason}")
 
-        stages: list[RankedStage] = []
+        stages = []
         candidates = None
-        earlier_rankers: list[RankerConfig] = []
         for number, ranker in enumerate(rankers, 1):
-            ranker_run = self._run_once(ranker, earlier_rankers, candidates, system.name)
-            candidates = ranker_run.rankings
-            stage = RankedStage(
-                name=f"{system.name}/{number} {ranker.kind}",
-                kind=ranker.kind,
-                rankings=ranker_run.rankings,
-                seconds=ranker_run.seconds,
-                latencies=(),
-                counts=ranker_run.counts,
-            )
-            later_rankers = rankers[number:]  # `number` counts from 1
-            if later_rankers:
-                next_ranker = later_rankers[0]
-                # The next ranker may look only at the first skills of these rankings.
-                stage = replace(stage, num_passed=next_ranker.num_read)
+            name = f"{system.name}/{number} {ranker.kind}"
+            run = self._run_last(rankers[:number], candidates, system.name)
+            stage = RankedStage(name, ranker.kind, run.rankings, run.seconds, (), run.counts)
             if num_timed and number <= num_timeable:
-                stage = self._add_latencies(stage, ranker_run, num_timed)
+                stage = self._add_latencies(stage, run, num_timed)
             stages.append(stage)
-            earlier_rankers.append(ranker)
+            candidates = run.rankings
+        for position, next_ranker in enumerate(rankers[1:]):
+            stages[position] = replace(stages[position], num_passed=next_ranker.num_read)
 
         last = stages.pop()
         rankings = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
         return (*stages, replace(last, name=system.name, rankings=rankings))
 
-    def _run_once(
-        self,
-        ranker: RankerConfig,
-        earlier_rankers: Sequence[RankerConfig],
-        candidates: Rankings | None,
-        system_name: str,
+    def _run_last(
+        self, rankers: Sequence[RankerConfig], candidates: Rankings | None, system_name: str
     ) -> RankerRun:
-        """Run a ranker, or return its earlier run after the same rankers.
+        """Run the last of some rankers, or return its earlier run after equal rankers.
 
         Args:
-            ranker: Settings of the ranker.
-            earlier_rankers: Rankers that ran before it, in order.
-            candidates: Rankings of the last of these; None if there is none.
-            system_name: Name of the system for errors.
-
-        Raises:
-            SkilltrainError: A score is not finite.
+            rankers: First rankers of a system.
+            candidates: Rankings of the last but one; None if there is none.
+            system_name: Name for errors.
         """
-        rankers = [*earlier_rankers, ranker]
         key = repr(rankers)
         if key in self._runs:
             return self._runs[key]
 
-        run = run_ranker(ranker, self.queries, candidates, self.pool)
+        run = run_ranker(rankers[-1], self.queries, candidates, self.pool)
         for ranking in run.rankings.values():
-            if not all(math.isfinite(score) for _, score in ranking):
-                problem = f"ranker {len(rankers)}, {ranker.kind}, gave scores that are no numbers"
+            scores = [score for _, score in ranking]
+            if not all(map(math.isfinite, scores)):
+                problem = (
+                    f"ranker {len(rankers)}, {run.config.kind}, gave scores that are no numbers"
+                )
                 raise SkilltrainError("not-a-number", problem, where=f"system {system_name}")
 
-        # Keep the run for the next system. A model in training changes, so it must run again.
-        depends_on_training = any(member.is_in_training for member in flatten_rankers(rankers))
-        if not depends_on_training:
-            # Free the rankings of the single rankers that a fusion combined. Nobody needs them.
+        is_in_training = any(ranker.is_in_training for ranker in flatten_rankers(rankers))
+        if not is_in_training:
             self._runs[key] = replace(run, by_leg=())
         return run
 
     def _add_latencies(self, stage: RankedStage, run: RankerRun, num_timed: int) -> RankedStage:
-        """Measure latencies and GPU memory of a ranker, and add them to its stage.
-
-        The queries run one at a time, after one to warm up.
+        """Add latencies and GPU memory of single queries to the stage of a ranker.
 
         Args:
             stage: The stage without latencies.
             run: The run of the ranker for all queries together.
-            num_timed: Number of queries to measure.
+            num_timed: Number of queries to time.
         """
-        latencies: list[float] = []
+        latencies = []
         gpu_bytes = 0
         with without_bars():
-            warm_up = self.queries[0]
-            for number, query in enumerate([warm_up, *self.queries[:num_timed]]):
-                # Rankers remember scores by query, so give the query a new id.
-                renamed = replace(query, query_id=f"{stage.name} {number}")
-                candidates = None
-                if run.candidates is not None:
-                    candidates = {renamed.query_id: run.candidates[query.query_id]}
-
-                if torch.cuda.is_available():
-                    torch.cuda.reset_peak_memory_stats()
-                allocated = torch.cuda.memory_allocated()
-                timed_run = run_ranker(run.config, [renamed], candidates, self.pool)
-                peak = torch.cuda.max_memory_allocated()
-                if number == 0:  # the warm-up
-                    continue
-                latencies.append(timed_run.seconds)
-                uses_gpu = peak > allocated
-                if uses_gpu:
-                    gpu_bytes = max(gpu_bytes, peak)
+            self._time_query(run, self.queries[0], f"{stage.name} 0")  # to warm up
+            for number, query in enumerate(self.queries[:num_timed], 1):
+                seconds, peak_bytes = self._time_query(run, query, f"{stage.name} {number}")
+                latencies.append(seconds)
+                gpu_bytes = max(gpu_bytes, peak_bytes)
         return replace(stage, latencies=tuple(latencies), gpu_bytes=gpu_bytes)
+
+    def _time_query(self, run: RankerRun, query: Query, new_id: str) -> tuple[float, int]:
+        """Run a ranker again for one query, under a new id.
+
+        Returns:
+            Seconds, and peak GPU memory in bytes; 0 if no GPU is used.
+        """
+        candidates = None
+        if run.candidates is not None:
+            candidates = {new_id: run.candidates[query.query_id]}
+        renamed = replace(query, query_id=new_id)
+
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        allocated = torch.cuda.memory_allocated()
+        timed_run = run_ranker(run.config, [renamed], candidates, self.pool)
+        peak = torch.cuda.max_memory_allocated()
+        uses_gpu = peak > allocated
+        gpu_bytes = peak if uses_gpu else 0
+        return timed_run.seconds, gpu_bytes
 
     def release_unneeded(self, later_systems: Iterable[SystemConfig]) -> None:
         """Free all models and vectors that no later system needs."""
@@ -280,17 +259,12 @@ def run_systems(
     """Run systems for the same queries over one pool.
 
     Args:
-        systems: The systems.
-        queries: The queries.
         skills: The pool.
-        depth: Number of skills that the last ranker of a system returns.
-        num_timed: Number of queries that are run again to measure latency (see `Cascade.run`).
+        depth: Number of skills in a final ranking.
+        num_timed: Number of queries to time.
 
     Returns:
         The stages of each system by its name.
-
-    Raises:
-        SkilltrainError: The pool is empty, or `check_systems` fails. Nothing has run then.
     """
     check_systems(systems)
     if systems and not skills:

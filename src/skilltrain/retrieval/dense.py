@@ -1,12 +1,23 @@
-"""Dense retrieval: an encoder turns skills and queries into unit vectors."""
+"""Dense retrieval: an encoder turns skills and queries into unit vectors.
+
+Notes:
+    - Rankers share a model if their settings of `OpenConfig` are equal. Settings that a subclass
+      adds, such as the cache, may differ.
+    - The identity of a model is a hash of its weights before they are packed. So a packed model
+      without an identity is loaded again if a cache needs the identity.
+    - A micro-batch of texts with the same length needs no padding mask, which is 10 to 20% faster.
+      A GPU is fast only with full micro-batches, so smaller ones are mixed with other lengths.
+    - On a GPU, a thread tokenizes the next block of texts while the GPU encodes this one.
+"""
 
 import hashlib
 import json
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -148,32 +159,24 @@ class SkillEncoder:
     def encode_texts(
         self, texts: Sequence[str], max_tokens: int, description: str, counts: Counter[str]
     ) -> EncodedTexts:
-        """Encode texts, and yield some vectors at a time so that they can be saved.
+        """Encode texts, and yield positions in `texts` with their unit vectors.
 
         Args:
-            texts: Texts to encode, long ones first.
-            max_tokens: Number of tokens to which texts are cut.
+            texts: Texts, long ones first.
+            max_tokens: Tokens to keep.
             description: Label of the progress bar.
-            counts: Counter to which `texts`, `tokens` and `slots` (tokens and padding) are added.
-                It is empty at first.
-
-        Yields:
-            Positions in `texts`, and the unit vectors of these texts.
-
-        Raises:
-            SkilltrainError: A vector is not finite.
+            counts: Empty counter for `texts`, `tokens` and `slots` (with padding).
         """
         started = time.monotonic()
         last_yield = started
-        positions: list[int] = []
-        vectors: list[Tensor] = []
+        positions = []
+        vectors = []
         with progress(description, len(texts)) as show:
             for batch_positions, batch in self._micro_batches(texts, max_tokens):
                 positions += batch_positions
                 vectors.append(self.model(batch))
-                num_tokens = sum(map(len, batch))
                 num_slots = self.model.num_slots(batch)
-                counts.update(texts=len(batch), tokens=num_tokens, slots=num_slots)
+                counts.update(texts=len(batch), tokens=sum(map(len, batch)), slots=num_slots)
 
                 now = time.monotonic()
                 speed = counts["tokens"] / max(1e-9, now - started)
@@ -189,19 +192,14 @@ class SkillEncoder:
     def _micro_batches(
         self, texts: Sequence[str], max_tokens: int
     ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
-        """Yield (positions in `texts`, token ids of these texts) of each micro-batch.
+        """Yield the positions in `texts` and the token ids of each micro-batch.
 
         Args:
             texts: Texts to encode.
-            max_tokens: Number of tokens to which texts are cut.
+            max_tokens: Tokens to keep of a text.
         """
-        # Texts of one length form a micro-batch if they have at least `min_tokens` tokens, and are
-        # mixed with other lengths otherwise. A GPU is fast only with full micro-batches, so the
-        # minimum is the budget. On a CPU, smaller ones are as fast.
-        min_tokens = self.token_budget
-        if self.model.device.type == "cpu":
-            min_tokens = _ENOUGH_TOKENS
-
+        is_on_cpu = self.model.device.type == "cpu"
+        min_tokens = _ENOUGH_TOKENS if is_on_cpu else self.token_budget
         for start, token_ids in _tokenize_blocks(self.model, texts, max_tokens):
             lengths = [len(ids) for ids in token_ids]
             for group in even_groups(lengths, self.token_budget, min_tokens):
@@ -222,20 +220,16 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     """Open an encoder that is never trained.
 
     Args:
-        source: Settings of the encoder. A subclass may have further settings, such as a cache.
-        opened: Models that are already loaded, by their settings. A new one is added.
+        source: Settings of the encoder, with or without a cache.
+        opened: Loaded models by their settings. A new model is added.
     """
     if opened is None:
         opened = {}
-    # Rankers share a model if the settings of `OpenConfig` are equal. Settings that a subclass adds
-    # may differ.
-    model_settings = source.model_dump(include=set(OpenConfig.model_fields))
-    key = repr(model_settings)
+    key = repr(source.model_dump(include=set(OpenConfig.model_fields)))
     model, identity = opened.get(key, (None, ""))
-
-    # A cache needs the identity: a hash of the weights as they are before they are packed. If the
-    # model was packed before its identity was computed, load it again.
     folder = source.cache if isinstance(source, EncoderSource) else None
+
+    # Only a cache needs an identity.
     lacks_identity = folder is not None and not identity
     if model is None or lacks_identity:
         model = load_encoder(source, default_device()).requires_grad_(False)
@@ -262,21 +256,10 @@ def _tokenize_blocks(
 ) -> Iterator[tuple[int, list[np.ndarray]]]:
     """Tokenize texts in blocks.
 
-    On a GPU, a thread tokenizes the next block while the GPU encodes this one.
-
     Yields:
         Position of the first text of a block, and the token ids of each text in it.
     """
-
-    def tokenize(start: int) -> list[np.ndarray]:
-        token_ids = []
-        block = texts[start : start + _TEXTS_PER_BLOCK]
-        for first in range(0, len(block), _TOKENIZED_AT_ONCE):
-            some_texts = block[first : first + _TOKENIZED_AT_ONCE]
-            for ids in model.tokenize(some_texts, max_tokens):
-                token_ids.append(np.asarray(ids, np.int32))
-        return token_ids
-
+    tokenize = partial(_tokenize_block, model, texts, max_tokens)
     starts = range(0, len(texts), _TEXTS_PER_BLOCK)
     if model.device.type == "cpu":
         yield from zip(starts, map(tokenize, starts), strict=True)
@@ -285,36 +268,41 @@ def _tokenize_blocks(
         next_block = thread.submit(tokenize, 0)
         for start in starts:
             token_ids = next_block.result()
-            # After the last block, this tokenizes no texts.
-            next_block = thread.submit(tokenize, start + _TEXTS_PER_BLOCK)
+            next_block = thread.submit(tokenize, start + _TEXTS_PER_BLOCK)  # may be empty
             yield start, token_ids
 
 
-def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> Groups:
-    """Group texts into micro-batches, long texts first.
+def _tokenize_block(
+    model: Encoder, texts: Sequence[str], max_tokens: int, start: int
+) -> list[np.ndarray]:
+    """Return the token ids of each text in the block that begins at `start`."""
+    block = texts[start : start + _TEXTS_PER_BLOCK]
+    token_ids = []
+    for first in range(0, len(block), _TOKENIZED_AT_ONCE):
+        for ids in model.tokenize(block[first : first + _TOKENIZED_AT_ONCE], max_tokens):
+            token_ids.append(np.asarray(ids, np.int32))
+    return token_ids
 
-    A micro-batch of texts with the same length needs no padding mask, which is 10 to 20% faster.
-    Texts that do not fill such a micro-batch are mixed with texts of other lengths.
+
+def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> Groups:
+    """Group the positions of texts into micro-batches, long texts first.
 
     Args:
         lengths: Number of tokens of each text.
-        token_budget: Largest number of padded tokens in a micro-batch.
-        min_tokens: Smallest number of tokens in a micro-batch of texts with the same length.
-
-    Returns:
-        Positions of the texts in each micro-batch.
+        token_budget: Most padded tokens of a micro-batch.
+        min_tokens: Fewest tokens of a micro-batch whose texts have the same length.
     """
-    positions_by_length: dict[int, list[int]] = {}
+    positions_by_length = defaultdict(list)
     for position, length in enumerate(lengths):
-        positions_by_length.setdefault(length, []).append(position)
+        positions_by_length[length].append(position)
 
     groups: Groups = []
-    mixed: list[int] = []  # positions of texts to mix with other lengths
+    mixed = []  # positions of other texts
     for length, positions in positions_by_length.items():
         size = max(1, token_budget // max(1, length))
         same_length = [positions[start : start + size] for start in range(0, len(positions), size)]
-        # The last group may be too small.
-        if length * len(same_length[-1]) < min_tokens:
+        num_tokens_in_last = length * len(same_length[-1])
+        if num_tokens_in_last < min_tokens:
             mixed += same_length.pop()
         groups += same_length
 

@@ -1,4 +1,14 @@
-"""Run rankers one after the other, for evaluation, training, teacher scores and routing."""
+"""Run rankers one after the other, for evaluation, training, teacher scores and routing.
+
+Notes:
+    - A ranker that fuses others has several legs, which are these rankers. Any other ranker is its
+      own only leg.
+    - A single leg finds spare skills in place of excluded ones. The legs of a fusion need none,
+      because they usually find more skills than the fusion keeps.
+    - Processes of a distributed run use the rankings of the first one, because rounding could give
+      them different rankings.
+    - A ranker that asks a chat model has one leg, which holds its counts.
+"""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -6,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skilltrain.distributed import of_first_rank
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
 
 
@@ -52,18 +62,13 @@ def run_rankers(
     observe: Callable[[RankerRun], object] = lambda run: None,
     excluded_ids: Collection[str] = (),
 ) -> Rankings:
-    """Run rankers one after the other. Each orders the skills that the previous one found.
+    """Run rankers one after the other, and return the rankings of the last.
 
     Args:
-        rankers: Settings of the rankers. All have a `keep` (see `with_keeps`).
-        queries: The queries.
-        candidates: Rankings that the first ranker orders; None to rank the pool.
-        pool: The pool and its open rankers.
-        observe: Called with the answers of each ranker, before the next one runs.
-        excluded_ids: Ids of skills to leave out.
-
-    Returns:
-        Rankings of the last ranker.
+        rankers: Settings, with `keep`.
+        candidates: Rankings to order; None to search the pool.
+        observe: Called with each run.
+        excluded_ids: Skills to leave out.
     """
     rankings = candidates
     for config in rankers:
@@ -80,57 +85,60 @@ def run_ranker(
     pool: OpenRankers,
     excluded_ids: Collection[str] = (),
 ) -> RankerRun:
-    """Run one ranker. See `run_rankers` for the arguments.
+    """Run one ranker. Its legs are the rankers that it fuses, or only itself.
 
-    A ranker that fuses others has several legs, which are the rankers that it fuses. Any other
-    ranker is its own only leg. A ranking of the pool has only skills that match the query in one of
-    the legs, so it may be shorter than `keep`. Candidates are ranked even if they do not match.
-
-    In a distributed run, all processes return the rankings of the first one, because rounding
-    could give them different rankings.
+    Args:
+        candidates: Rankings to order; None to search the pool for skills that match.
+        excluded_ids: Skills to leave out of a search.
     """
     legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
-    leg_top_ks = config.leg_top_ks(candidates)
-    must_exclude = candidates is None and len(excluded_ids) > 0
-
-    # Find more skills than needed if some are left out later. The legs of a fusion need no
-    # spare skills, because they usually find more skills than the fusion keeps.
-    num_spare = 0
-    is_fused = len(legs) > 1
-    if must_exclude and not is_fused:
-        num_spare = len(excluded_ids)
-
     started = time.perf_counter()
-    by_leg: list[Rankings] = []
-    for leg, top_k in zip(legs, leg_top_ks, strict=True):
-        rankings = leg.rank(queries, candidates, top_k + num_spare)
-        if must_exclude:
-            rankings = _leave_out(rankings, excluded_ids, top_k)
-        by_leg.append(rankings)
-
-    # Fuse the rankings of the legs, query by query.
+    by_leg = _rank_legs(config, legs, queries, candidates, excluded_ids)
     combined: Rankings = {}
     for query in queries:
         leg_rankings = [rankings[query.query_id] for rankings in by_leg]
         ranking = config.combine(leg_rankings)
         if candidates is None:
-            # Of the whole pool, return only skills that match the query.
-            matching_ids = _matching_ids(config, leg_rankings)
-            ranking = [pair for pair in ranking if pair[0] in matching_ids]
+            ranking = _keep_matching(ranking, config, leg_rankings)
         combined[query.query_id] = ranking
     seconds = (time.perf_counter() - started) / len(queries)
 
-    combined = of_first_rank(combined)  # the rankings of the first process
-    counts = getattr(legs[0], "counts", {})  # a ranker that asks a chat model has one leg
+    combined = of_first_rank(combined)
+    counts = getattr(legs[0], "counts", {})
     return RankerRun(config, candidates, by_leg, combined, seconds, counts)
 
 
-def _matching_ids(config: RankerConfig, leg_rankings: Sequence[Ranking]) -> set[str]:
-    """Return the ids of the skills that match the query in at least one leg's ranking."""
-    matching_ids: set[str] = set()
+def _rank_legs(
+    config: RankerConfig,
+    legs: Sequence[Ranker],
+    queries: Sequence[Query],
+    candidates: Rankings | None,
+    excluded_ids: Collection[str],
+) -> list[Rankings]:
+    """Return the rankings of each leg, without excluded skills if there are no candidates."""
+    if candidates is not None:
+        excluded_ids = ()
+
+    # Spare skills replace excluded ones.
+    is_fused = len(legs) > 1
+    num_spare = 0 if is_fused else len(excluded_ids)
+    by_leg = []
+    for leg, top_k in zip(legs, config.leg_top_ks(candidates), strict=True):
+        rankings = leg.rank(queries, candidates, top_k + num_spare)
+        if excluded_ids:
+            rankings = _leave_out(rankings, excluded_ids, top_k)
+        by_leg.append(rankings)
+    return by_leg
+
+
+def _keep_matching(
+    ranking: Ranking, config: RankerConfig, leg_rankings: Sequence[Ranking]
+) -> Ranking:
+    """Return the skills of a ranking that match the query in at least one leg's ranking."""
+    matching_ids = set()
     for leg_config, leg_ranking in zip(config.legs, leg_rankings, strict=True):
         matching_ids.update(skill_id for skill_id, _ in leg_config.matches(leg_ranking))
-    return matching_ids
+    return [pair for pair in ranking if pair[0] in matching_ids]
 
 
 def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
@@ -138,7 +146,7 @@ def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig
 
     It becomes `depth`, or the largest `keep` of the later rankers if that is more.
     """
-    filled: list[RankerConfig] = []
+    filled = []
     num_needed = max(depth, 1)
     for ranker in reversed(rankers):
         keep = num_needed if ranker.keep is None else ranker.keep

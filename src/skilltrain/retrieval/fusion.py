@@ -1,4 +1,9 @@
-"""Several rankings fused into one, by normalised scores or by ranks."""
+"""Several rankings fused into one, by normalised scores or by ranks.
+
+Notes:
+    - Rankings are added one at a time. A matrix product may round the sums of equal skills
+      differently, and then they would not tie.
+"""
 
 from collections.abc import Sequence
 from itertools import chain
@@ -86,34 +91,23 @@ class FuseConfig(RankerConfig):
 def fuse(
     rankings: Sequence[Ranking], weights: Sequence[float], method: Method, rrf_k: int = RRF_K
 ) -> Ranking:
-    """Fuse several rankings of one query into one.
+    """Fuse several rankings of one query into one. Ties keep their order.
 
     Args:
-        rankings: The rankings.
         weights: Weight of each ranking.
-        method: What a ranking adds to the score of a skill. `z` adds weight * z-score. A
-            skill that the ranking lacks gets the lowest z-score of the ranking. `rrf` adds
-            weight / (rrf_k + rank), and nothing to a skill that the ranking lacks (reciprocal rank
-            fusion; Cormack et al., 2009).
-        rrf_k: The constant of `rrf`.
-
-    Returns:
-        All ranked skills, best first. Ties keep the order in which the rankings list the skills.
+        method: `z` adds z-scores; `rrf` adds 1 / (rrf_k + rank).
+        rrf_k: Constant of `rrf` (Cormack et al., 2009).
     """
     all_pairs = chain.from_iterable(rankings)
-    skill_ids = list(dict.fromkeys(skill_id for skill_id, _ in all_pairs))  # without duplicates
+    skill_ids = list(dict.fromkeys(skill_id for skill_id, _ in all_pairs))  # no duplicates
     if not skill_ids:
         return []
-
-    # Add one ranking at a time. A matrix product may round the sums of equal skills differently, so
-    # that they would not tie.
     totals = np.zeros(len(skill_ids))
     for ranking, weight in zip(rankings, weights, strict=True):
         if method == "z":
             totals += weight * _z_scores(ranking, skill_ids)
         else:
             totals += weight * _reciprocal_ranks(ranking, skill_ids, rrf_k)
-
     order = np.argsort(-totals, kind="stable")
     return [(skill_ids[position], float(totals[position])) for position in order]
 

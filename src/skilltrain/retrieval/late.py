@@ -1,7 +1,15 @@
-"""Late interaction: order candidates by MaxSim between the tokens of a query and of a skill."""
+"""Late interaction: order candidates by MaxSim between the tokens of a query and of a skill.
+
+Notes:
+    - Of skills with the same text, only the first is scored or encoded, and the others get its
+      score or its vectors.
+    - The vectors of a large pool take gigabytes. So the rows of a skill are read when needed, and
+      freed after their last use when they are written.
+    - Queries are scored in blocks of about 4,000. A block encodes each distinct skill text once.
+"""
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,7 +26,7 @@ from torch import Tensor
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import TokenIds, micro_batches
 from skilltrain.models.pooling import max_sim
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.dense import OpenConfig, open_encoder
 from skilltrain.retrieval.nearest import starts_of
 from skilltrain.retrieval.rankers import Keep, RankerConfig
@@ -27,6 +35,7 @@ from skilltrain.terminal import track
 _MAX_QUERY_TOKENS = 2**18  # in memory at once; 400 MB of vectors with MiniLM
 _SKILLS_AT_ONCE = 512  # skills that are tokenised at once
 _SCALE_BYTES = 4  # size of the scale in each row
+TokenMatrix = Float[Tensor, "token dim"]
 
 
 @dataclass(frozen=True)
@@ -47,10 +56,7 @@ class TokenVectors:
 
     @classmethod
     def load(cls, folder: Path) -> "TokenVectors":
-        """Open what `save_part` wrote into `folder`.
-
-        The vectors of a large pool take gigabytes, so the rows of a skill are read when needed.
-        """
+        """Open what `save_part` wrote into `folder`."""
         starts = np.load(folder / "starts.npy")
         file = (folder / "tokens.bin").open("rb")
         num_bytes = os.fstat(file.fileno()).st_size
@@ -88,7 +94,7 @@ def _row_dtype(dim: int) -> np.dtype[Any]:
     return np.dtype([("scale", "<f4"), ("values", "i1", dim)])
 
 
-def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
+def _as_rows(vectors: TokenMatrix) -> np.ndarray:
     """Round token vectors to 8 bits. The largest value of a vector becomes 127."""
     values = vectors.float().cpu().numpy()
     rows = np.empty(len(values), _row_dtype(values.shape[1]))
@@ -124,62 +130,62 @@ class Late:
 
     @torch.inference_mode()
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best candidates of each query by MaxSim.
-
-        Queries are scored in blocks of at most `_MAX_QUERY_TOKENS` tokens, which is about 4,000
-        queries. A block encodes each distinct skill text once.
-        """
+        """Return the `keep` best candidates of each query by MaxSim."""
         assert candidates is not None, "late interaction needs candidates"
-        skill_ids_by_query: list[list[str]] = []
-        for query in queries:
-            skill_ids_by_query.append([skill_id for skill_id, _ in candidates[query.query_id]])
-        # The first of the skills with the same text represents all of them: only it is scored.
-        representative_ids = self._first_with_same_text(chain.from_iterable(skill_ids_by_query))
+        rankings = [candidates[query.query_id] for query in queries]
+        skill_ids = [skill_id for skill_id, _ in chain.from_iterable(rankings)]
+        first_ids = self._first_with_same_text(skill_ids)
+        scores_by_query = self._score(queries, rankings, first_ids)
+        new_rankings = {}
+        for query, ranking, scores in zip(queries, rankings, scores_by_query, strict=True):
+            rescored = [(skill_id, scores[first_ids[skill_id]]) for skill_id, _ in ranking]
+            new_rankings[query.query_id] = sorted(rescored, key=lambda pair: -pair[1])[:keep]
+        return new_rankings
 
+    def _score(
+        self, queries: Sequence[Query], rankings: Sequence[Ranking], first_ids: Mapping[str, str]
+    ) -> list[dict[str, float]]:
+        """Score queries with skills, a block of queries at a time.
+
+        Args:
+            rankings: Candidates of each query.
+            first_ids: The first skill with each candidate's text. Only this skill is scored.
+
+        Returns:
+            Score by skill id, for each query.
+        """
         scores_by_query: list[dict[str, float]] = [{} for _ in queries]
         token_ids = self.encoder.tokenize_queries([query.text for query in queries])
-        # Score one block of queries at a time. A block is a list of positions in `queries`.
-        for block in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
-            query_vectors: dict[int, Tensor] = {}  # [token, dim], by position in `queries`
-            block_token_ids = [token_ids[position] for position in block]  # of each query
-            for index_in_block, vectors in self._encode(block_token_ids):
-                query_vectors[block[index_in_block]] = vectors
-
-            # For each skill to score, the positions of the queries that need its score.
-            queries_by_skill: dict[str, list[int]] = {}
-            for position in block:
-                skill_ids = skill_ids_by_query[position]
-                scored_ids = [representative_ids[skill_id] for skill_id in skill_ids]
-                for skill_id in dict.fromkeys(scored_ids):  # without repetitions
-                    queries_by_skill.setdefault(skill_id, []).append(position)
-            self._add_scores(scores_by_query, query_vectors, queries_by_skill)
-
-        rankings = {}
-        for position, query in enumerate(queries):
-            scores = scores_by_query[position]
-            skill_ids = skill_ids_by_query[position]
-            ranking = [(skill_id, scores[representative_ids[skill_id]]) for skill_id in skill_ids]
-            rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
-        return rankings
+        for positions in micro_batches([len(ids) for ids in token_ids], _MAX_QUERY_TOKENS):
+            queries_by_skill = defaultdict(list)
+            for position in positions:
+                repeated_ids = [first_ids[skill_id] for skill_id, _ in rankings[position]]
+                for skill_id in dict.fromkeys(repeated_ids):
+                    queries_by_skill[skill_id].append(position)
+            vectors_by_query = {}
+            for index, vectors in self._encode([token_ids[position] for position in positions]):
+                vectors_by_query[positions[index]] = vectors
+            self._add_scores(scores_by_query, vectors_by_query, queries_by_skill)
+        return scores_by_query
 
     def _add_scores(
         self,
         scores_by_query: Sequence[dict[str, float]],
-        query_vectors: Mapping[int, Float[Tensor, "token dim"]],
+        vectors_by_query: Mapping[int, TokenMatrix],
         queries_by_skill: Mapping[str, Sequence[int]],
     ) -> None:
-        """Score the pairs of a block of queries and their skills.
+        """Score a block of queries with skills.
 
         Args:
-            scores_by_query: Score by skill id for each query. The new scores are added here.
-            query_vectors: Token vectors of each query of the block, by the query's position.
+            scores_by_query: Scores of each query by skill id. New scores are added.
+            vectors_by_query: Token vectors of each query.
             queries_by_skill: Positions of the queries to score with each skill.
         """
         skills = self._token_vectors(queries_by_skill)
         for skill_id, skill_vectors in track(skills, "late interaction", len(queries_by_skill)):
             positions = queries_by_skill[skill_id]
-            vectors = [query_vectors[position] for position in positions]
-            scores = max_sim(vectors, [skill_vectors])[:, 0]  # [query]
+            query_vectors = [vectors_by_query[position] for position in positions]
+            scores = max_sim(query_vectors, [skill_vectors])[:, 0]  # [query]
             for position, score in zip(positions, scores.tolist(), strict=True):
                 scores_by_query[position][skill_id] = score
 
@@ -191,49 +197,56 @@ class Late:
         stored: TokenVectors | None,
         positions: Sequence[int],
     ) -> None:
-        """Write the token vectors of `skills`. Each distinct new text is encoded once.
+        """Write the token vectors of skills.
 
         Args:
             folder: Folder for the files.
             skills: Skills of the pool.
-            stored: Vectors to copy, of skills that have not changed.
+            stored: Vectors to copy.
             positions: Position of each skill in `stored`; -1 for a new or changed skill.
         """
         ranker = self.over({skill.skill_id: skill for skill in skills})
-        # Replace each skill by the first one with the same text, so that a text is encoded once.
-        first_by_skill = ranker._first_with_same_text(ranker.skills)
-        first_ids = list(first_by_skill.values())  # one id per skill, with repetitions
-        num_uses = Counter(first_ids)
-
-        # Copy the stored vectors of skills that have not changed.
-        rows_by_id: dict[str, np.ndarray] = {}
+        first_ids = list(ranker._first_with_same_text(ranker.skills).values())
+        rows_by_id = {}
         if stored is not None:
             for first_id, position in zip(first_ids, positions, strict=True):
                 if position >= 0:
                     rows_by_id[first_id] = stored.rows_of_skill(position)
-
-        counts: list[int] = []  # rows of each skill
         with (folder / "tokens.bin").open("wb") as file:
-            starts = range(0, len(skills), _SKILLS_AT_ONCE)
-            for start in track(starts, "encoding tokens", len(starts)):
-                block = first_ids[start : start + _SKILLS_AT_ONCE]
-                distinct_ids = dict.fromkeys(block)
-                missing_ids = [first_id for first_id in distinct_ids if first_id not in rows_by_id]
-                for first_id, vectors in ranker._token_vectors(missing_ids):
-                    rows_by_id[first_id] = _as_rows(vectors)
-                for first_id in block:
-                    rows = rows_by_id[first_id]
-                    file.write(rows.tobytes())
-                    counts.append(len(rows))
-                    # Free the rows after their last use.
-                    num_uses[first_id] -= 1
-                    if num_uses[first_id] == 0:
-                        del rows_by_id[first_id]
+            counts = ranker._write_rows(file, first_ids, rows_by_id)
         np.save(folder / "starts.npy", starts_of(counts))
+
+    def _write_rows(
+        self, file: BinaryIO, skill_ids: Sequence[str], rows_by_id: dict[str, np.ndarray]
+    ) -> list[int]:
+        """Write the rows of skills' tokens, and return the number of rows of each skill.
+
+        Args:
+            skill_ids: Skills in the order of the file. An id may repeat.
+            rows_by_id: Known rows. They are removed after use.
+        """
+        counts = []
+        num_uses = Counter(skill_ids)
+        starts = range(0, len(skill_ids), _SKILLS_AT_ONCE)
+        for start in track(starts, "encoding tokens", len(starts)):
+            block = skill_ids[start : start + _SKILLS_AT_ONCE]
+            missing_ids = [
+                skill_id for skill_id in dict.fromkeys(block) if skill_id not in rows_by_id
+            ]
+            for skill_id, vectors in self._token_vectors(missing_ids):
+                rows_by_id[skill_id] = _as_rows(vectors)
+            for skill_id in block:
+                rows = rows_by_id[skill_id]
+                file.write(rows.tobytes())
+                counts.append(len(rows))
+                num_uses[skill_id] -= 1
+                if num_uses[skill_id] == 0:
+                    del rows_by_id[skill_id]
+        return counts
 
     def _first_with_same_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
         """Return, for each skill, the first of the skills that have the same text."""
-        first_by_text: dict[str, str] = {}
+        first_by_text = {}
         first_ids = {}
         for skill_id in skill_ids:
             if skill_id not in first_ids:
@@ -244,21 +257,14 @@ class Late:
     def _render(self, skill_id: str) -> str:
         return self.encoder.settings.template.render_skill(self.skills[skill_id])
 
-    def _token_vectors(
-        self, skill_ids: Iterable[str]
-    ) -> Iterator[tuple[str, Float[Tensor, "token dim"]]]:
-        """Yield the id and the token vectors of each skill.
-
-        Vectors are read if they are stored, and encoded otherwise, long texts first.
-        """
+    def _token_vectors(self, skill_ids: Iterable[str]) -> Iterator[tuple[str, TokenMatrix]]:
+        """Yield the id and the token vectors of each skill. They are stored, or encoded now."""
         if self.stored is not None:
             for skill_id in skill_ids:
                 rows = self.stored.rows_of_skill(self._positions[skill_id])
-                # A row holds 8-bit values, and the scale by which they are multiplied.
                 vectors = rows["values"] * rows["scale"][:, None]  # [token, dim]
                 yield skill_id, torch.from_numpy(vectors).to(self.encoder.device)
             return
-
         texts = {skill_id: self._render(skill_id) for skill_id in skill_ids}
         long_first = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         max_tokens = self.encoder.settings.max_tokens
@@ -268,9 +274,7 @@ class Late:
             for position, vectors in self._encode(token_ids):
                 yield block[position], vectors
 
-    def _encode(
-        self, texts: Sequence[TokenIds]
-    ) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
+    def _encode(self, texts: Sequence[TokenIds]) -> Iterator[tuple[int, TokenMatrix]]:
         """Yield (position in `texts`, token vectors) of each text."""
         for group in micro_batches([len(text) for text in texts], self.token_budget):
             batch = [texts[position] for position in group]

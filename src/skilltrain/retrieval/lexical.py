@@ -1,4 +1,11 @@
-"""Lexical search: BM25 over whole skills, for text that mixes Latin and CJK scripts."""
+"""Lexical search: BM25 over whole skills, for text that mixes Latin and CJK scripts.
+
+Notes:
+    - An index made from a previous one keeps the numbers of its terms, because `Vocabulary` numbers
+      stems in the order given. New terms become new columns at the end.
+    - A row start array of a sparse matrix has one number more than there are rows: the end of the
+      last row.
+"""
 
 import re
 from array import array
@@ -126,86 +133,78 @@ class BM25Index:
 
         Args:
             texts: Texts to search.
-            previous: An earlier index, which saves time: texts that it holds are not counted again.
-                Its k1 and b do not matter.
-            k1: BM25's k1. With a low value, repetitions of a term soon add no more.
-            b: BM25's b: 0 ignores the length of a text, 1 normalises by it fully.
-
-        Raises:
-            SkilltrainError: The texts have no term.
+            previous: Earlier index, which saves counting equal texts again.
+            k1: BM25's k1: how much repetitions of a term add.
+            b: BM25's b: how much a text's length matters.
         """
         self.keys = text_keys(texts, max_tokens=0)  # texts are not cut
-        self.vocabulary = Vocabulary()
-        if previous is not None:
-            # `Vocabulary` numbers stems in the order given, so the stems keep their numbers.
-            previous_stems = previous.vocabulary.numbers.keys()
-            self.vocabulary = Vocabulary(previous_stems)
+        previous_stems = previous.vocabulary.numbers if previous is not None else ()
+        self.vocabulary = Vocabulary(previous_stems)
         counts = self._count_terms(texts, previous)  # [text, term]
         if not counts.nnz:
             problem = f"none of the {len(texts)} texts holds a word to index for lexical search"
             raise SkilltrainError("empty-text", problem)
 
-        lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
-        by_term = counts.T.tocsr()  # [term, text]
-        text_positions = by_term.indices.astype(np.int32)  # [posting]
-        self.counts = by_term.data
-        self.texts = text_positions  # positions in `texts`
-        self.starts = by_term.indptr.astype(np.int64)
+        postings = counts.T.tocsr()  # [term, text]
+        self.counts = postings.data
+        self.texts = postings.indices.astype(np.int32)
+        self.starts = postings.indptr.astype(np.int64)
+        self.weights = self._weigh_postings(k1, b)
 
-        # The parts of the BM25 formula.
+    def _weigh_postings(self, k1: float, b: float) -> Float32[np.ndarray, " posting"]:
+        """Return what the term of each posting adds to the score of its text.
+
+        Args:
+            k1: BM25's k1.
+            b: BM25's b.
+        """
+        num_texts = len(self.keys)
+        lengths = np.bincount(self.texts, weights=self.counts, minlength=num_texts)  # [text]
         saturation = k1 * (1 - b + b * lengths / lengths.mean())  # [text]
-        frequencies = self.counts / (self.counts + saturation[text_positions])  # [posting]
+        frequencies = self.counts / (self.counts + saturation[self.texts])  # [posting]
+
         num_texts_with_term = np.diff(self.starts)  # [term]
-        idf = _idf(len(texts), num_texts_with_term)  # [term]
+        idf = _idf(num_texts, num_texts_with_term)  # [term]
         posting_idf = np.repeat(idf, num_texts_with_term)  # [posting]
-        self.weights = (posting_idf * frequencies).astype(np.float32)
+        return (posting_idf * frequencies).astype(np.float32)
 
     def _count_terms(self, texts: Sequence[str], previous: "BM25Index | None") -> Any:
-        """Return the sparse matrix of counts [text, term]. New terms get numbers.
+        """Return the sparse matrix of counts [text, term].
 
         Counts of texts in the `previous` index are copied.
         """
-        from scipy.sparse import csr_array, vstack
-
         if previous is None:
             return self._count_texts(texts)
 
-        # Count the terms of texts that the previous index lacks.
-        previous_positions = positions_in(previous.keys, self.keys)  # [text]; -1 for a new text
-        new_positions = np.flatnonzero(previous_positions < 0)
+        from scipy.sparse import vstack
+
+        rows = positions_in(previous.keys, self.keys)  # [text]
+        new_positions = np.flatnonzero(rows == -1)
         new_texts = [texts[position] for position in new_positions.tolist()]
-        # This also adds their new terms to the vocabulary, after the terms of the previous index.
         new_counts = self._count_texts(new_texts)  # [new text, term]
+        previous_counts = previous._count_matrix(new_counts.shape[1])  # [previous text, term]
 
-        # Make the matrix of the previous index: its values, their columns (texts), and the start of
-        # each row (term). `starts` has one number more than there are terms: the end of the last.
-        num_previous = len(previous.keys)
-        num_terms = len(previous.starts) - 1
-        by_term = csr_array(  # [term, previous text]
-            (previous.counts, previous.texts, previous.starts), shape=(num_terms, num_previous)
-        )
-        previous_counts = by_term.T.tocsr()  # [previous text, term]
-        # Terms keep their numbers, so new terms are added as columns at the end.
-        previous_counts.resize((num_previous, new_counts.shape[1]))
-
-        # Stack both, and take the row of each text. The rows of new texts follow the previous ones.
         stacked_counts = vstack([previous_counts, new_counts]).tocsr()
-        rows = previous_positions.copy()  # [text]
-        rows[new_positions] = num_previous + np.arange(len(new_positions))
+        rows[new_positions] = len(previous.keys) + np.arange(len(new_texts))
         return stacked_counts[rows]
 
-    def _count_texts(self, texts: Sequence[str]) -> Any:
-        """Count the terms of each text. Terms that the vocabulary lacks are added to it.
+    def _count_matrix(self, num_terms: int) -> Any:
+        """Return the sparse matrix of counts [text, term], with empty columns up to `num_terms`."""
+        from scipy.sparse import csr_array
 
-        Returns:
-            Sparse matrix [text, term].
-        """
+        postings = (self.counts, self.texts, self.starts)  # values, columns, row starts
+        shape = (len(self.starts) - 1, len(self.keys))
+        counts: Any = csr_array(postings, shape=shape).T.tocsr()  # [text, term]
+        counts.resize((len(self.keys), num_terms))
+        return counts
+
+    def _count_texts(self, texts: Sequence[str]) -> Any:
+        """Return the sparse matrix of counts [text, term], and number new terms."""
         from scipy.sparse import csr_array
 
         terms = array("i")  # 4 bytes per term
         starts = [0]
         for text in track(texts, "reading terms", len(texts)):
-            # `add` returns the numbers of all terms of the text, whether new or known.
             terms.extend(self.vocabulary.add(text))
             starts.append(len(terms))
         columns = np.array(terms, dtype=np.int32)
@@ -252,23 +251,21 @@ class BM25Index:
         return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
 
     def matching_words(self, query: str, position: int) -> list[str]:
-        """Return the words of a query that a text contains, without repetitions.
+        """Return the distinct words of a query that occur in a text, best first.
 
-        The text may contain a word in another form: `files` matches `file`. Words that add most to
-        the score come first.
+        A word also matches other forms of it: `files` matches `file`.
 
         Args:
             query: The query.
             position: Position of the text.
         """
-        word_by_term: dict[int, str] = {}
-        score_by_term: dict[int, float] = {}
+        word_by_term = {}
+        score_by_term = {}
         for word, term in self.vocabulary.numbered_words(query):
-            # Find the posting of the term and the text.
             start = int(self.starts[term])
             end = int(self.starts[term + 1])
-            text_positions = self.texts[start:end]  # of texts with the term, ascending
-            posting = start + int(np.searchsorted(text_positions, position))
+            texts_with_term = self.texts[start:end]  # ascending positions
+            posting = start + int(np.searchsorted(texts_with_term, position))
             if posting < end and self.texts[posting] == position:
                 word_by_term.setdefault(term, word)
                 weight = float(self.weights[posting])
@@ -349,19 +346,14 @@ def _idf(
 
 
 def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k"]:
-    """Return the positions of the `k` highest scores, best first. Ties go to the lower position.
+    """Return the positions of the `k` highest scores, best first.
 
-    `k` is at most the number of scores.
+    Ties go to the lower position. `k` is at most the number of scores.
     """
     if k <= 0:
         return np.empty(0, dtype=np.int64)
-
-    # In ascending order, the k-th highest score is the k-th from the end.
-    kth_position = len(scores) - k
-    kth_score = np.partition(scores, kth_position)[kth_position]
-
-    # Positions with a higher score, best first, and then those with the k-th score.
-    higher = np.flatnonzero(scores > kth_score)
-    higher = higher[np.argsort(-scores[higher], kind="stable")]
-    ties = np.flatnonzero(scores == kth_score)
-    return np.concatenate([higher, ties])[:k]
+    kth_highest = np.partition(scores, -k)[-k]
+    higher = np.flatnonzero(scores > kth_highest)
+    best_first = higher[np.argsort(-scores[higher], kind="stable")]
+    ties = np.flatnonzero(scores == kth_highest)
+    return np.concatenate([best_first, ties])[:k]

@@ -1,4 +1,13 @@
-"""Exact nearest-skill search by inner product (faiss)."""
+"""Exact nearest-skill search by inner product (faiss).
+
+Notes:
+    - Equal skills have equal scores on every processor, because the products of each chunk are
+      summed on their own, without a matrix product.
+    - Rounding in a single-precision search depends on the processor and on the other queries. So
+      the search selects more skills than needed, and double precision orders them. If the worst
+      selected skill is nearly as good as the k-th, the search is repeated with more skills.
+    - The CPU build of faiss reports 0 GPUs.
+"""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -65,44 +74,25 @@ class ChunkVectors:
     ) -> Float32[np.ndarray, " pair"]:
         """Score pairs of a query and a skill in double precision.
 
-        The products of each chunk are summed on their own, without a matrix product. So equal
-        skills have equal scores on every processor.
-
         Args:
             queries: Vectors of the queries.
-            query_rows: For each pair, the row of its query in `queries`.
-            skill_positions: For each pair, the position of its skill.
+            query_rows: Row in `queries` of each pair's query.
+            skill_positions: Position of each pair's skill.
         """
-        # List the chunks of all pairs, pair after pair. For example, two pairs have skills with 2
-        # chunks and 1 chunk. Then `num_chunks` is [2, 1], `pair_starts` is [0, 2, 3],
-        # `pair_of_chunk` is [0, 0, 1], and `numbers_in_pair` is [0, 1, 0].
         num_chunks = np.diff(self.starts)[skill_positions]  # [pair]
-        pair_starts = starts_of(num_chunks)  # [pair and end]
-        pair_of_chunk = np.repeat(np.arange(len(skill_positions)), num_chunks)  # [listed chunk]
+        chunk_rows = _concatenate_ranges(self.starts[skill_positions], num_chunks)  # [chunk]
+        chunk_query_rows = np.repeat(query_rows, num_chunks)  # [chunk]
 
-        # The row in `self.vectors` of each listed chunk: the row of its skill's first chunk, plus
-        # the number of the chunk in its pair.
-        numbers_in_pair = np.arange(len(pair_of_chunk)) - pair_starts[pair_of_chunk]
-        first_chunks = self.starts[skill_positions]  # [pair]
-        vector_rows = first_chunks[pair_of_chunk] + numbers_in_pair  # [listed chunk]
-
-        cosines = np.empty(len(vector_rows), dtype=np.float32)
-        for start in range(0, len(vector_rows), _CHUNKS_AT_ONCE):
+        cosines = np.empty(len(chunk_rows), dtype=np.float32)
+        for start in range(0, len(chunk_rows), _CHUNKS_AT_ONCE):
             block = slice(start, start + _CHUNKS_AT_ONCE)
-            products = queries[query_rows[pair_of_chunk[block]]].astype(np.float64)  # [chunk, dim]
-            products *= self.vectors[vector_rows[block]]
+            products = queries[chunk_query_rows[block]].astype(np.float64)  # [chunk, dim]
+            products *= self.vectors[chunk_rows[block]]
             cosines[block] = products.sum(axis=1)
-        pooling = self.pool  # how the scores of chunks become the score of a skill
-        return pool_chunks(cosines[None], pair_starts, pooling)[0]
+        return pool_chunks(cosines[None], starts_of(num_chunks), self.pool)[0]
 
     def nearest(self, queries: Vectors, k: int) -> SearchResult:
-        """Return the `k` best skills of each query. Ties go to the lower position.
-
-        A single-precision search selects more than k skills, and the method `scores` orders them in
-        double precision. Rounding in the search depends on the processor and on the other queries.
-        So if the worst selected skill is nearly as good as the k-th, the search is repeated with
-        more skills.
-        """
+        """Return the `k` best skills of each query. Ties go to the lower position."""
         k = min(k, self.num_skills)
         queries = np.ascontiguousarray(queries, dtype=np.float32)
         positions = np.empty((len(queries), k), np.int64)
@@ -110,53 +100,60 @@ class ChunkVectors:
         if k == 0:
             return positions, best_scores
 
-        unsure = np.arange(len(queries))  # rows of queries to search
+        rows = np.arange(len(queries))  # queries to search
         num_spare = _NUM_SPARE
-        while len(unsure):
+        while len(rows):
             width = min(k + num_spare, self.num_skills)
-            selected = self._search(queries[unsure], width)  # [unsure query, width]
-            rows = np.repeat(unsure, width)
-            exact = self.scores(queries, rows, selected.ravel()).reshape(selected.shape)
-            order = np.lexsort((selected, -exact), axis=1)[:, :k]
-            positions[unsure] = np.take_along_axis(selected, order, axis=1)
-            best_scores[unsure] = np.take_along_axis(exact, order, axis=1)
-
+            selected, scores = self._select(queries[rows], width)  # [row, width]
+            positions[rows] = selected[:, :k]
+            best_scores[rows] = scores[:, :k]
             if width == self.num_skills:
                 break
-            # The search ranked the skills that it did not select below the worst selected one. Only
-            # if that one is nearly as good as the k-th, rounding may have hidden a better skill.
-            worst_selected = exact.min(axis=1)  # [unsure query]
-            kth_best = best_scores[unsure, -1]  # [unsure query]
+            worst_selected = scores[:, -1]
+            kth_best = scores[:, k - 1]
             may_miss_one = worst_selected >= kth_best - _ROUNDING
-            unsure = unsure[may_miss_one]
+            rows = rows[may_miss_one]
             num_spare *= 4
         return positions, best_scores
 
-    def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
-        """Return the `k` best skills by single-precision products.
+    def _select(self, queries: Vectors, k: int) -> SearchResult:
+        """Find `k` skills in single precision, and order them in double precision."""
+        selected = self._search(queries, k)  # [query, k]
+        query_rows = np.repeat(np.arange(len(queries)), k)
+        scores = self.scores(queries, query_rows, selected.ravel()).reshape(selected.shape)
+        order = np.lexsort((selected, -scores), axis=1)
+        selected = np.take_along_axis(selected, order, axis=1)
+        return selected, np.take_along_axis(scores, order, axis=1)
 
-        With one chunk per skill, faiss searches, on a GPU if it can use one.
-        """
+    def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
+        """Return the `k` best skills of each query by single-precision products."""
         has_one_chunk_each = len(self.vectors) == self.num_skills
         if has_one_chunk_each:
             import faiss
 
             skills = np.ascontiguousarray(self.vectors, np.float32)
             metric = faiss.METRIC_INNER_PRODUCT
-            # The CPU build of faiss always returns 0 here.
             if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
                 resources = faiss.StandardGpuResources()
                 return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
             return faiss.knn(queries, skills, k, metric=metric)[1]
-
-        pooling = self.pool  # how the scores of chunks become the score of a skill
         positions = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES_AT_ONCE):
             block = slice(start, start + _QUERIES_AT_ONCE)
-            # [query, skill]
-            scores = pool_chunks(queries[block] @ self.vectors.T, self.starts, pooling)
+            cosines = queries[block] @ self.vectors.T  # [query, chunk]
+            scores = pool_chunks(cosines, self.starts, self.pool)  # [query, skill]
             positions[block] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return positions
+
+
+def _concatenate_ranges(starts: Positions, lengths: Positions) -> Positions:
+    """Return the numbers of several ranges, one range after the other.
+
+    Example: starts `[5, 2]` and lengths `[2, 1]` give `[5, 6, 2]`.
+    """
+    offsets = starts - starts_of(lengths)[:-1]  # [range]
+    repeated_offsets = np.repeat(offsets, lengths)  # [number]
+    return np.arange(len(repeated_offsets)) + repeated_offsets
 
 
 def starts_of(
@@ -177,9 +174,8 @@ def pool_chunks(
     """Return the score of each skill from the scores of its chunks.
 
     Args:
-        scores: Score of each chunk.
-        starts: First chunk of each skill, and the number of chunks. A skill has at least one.
-        pool: `max` takes the best chunk, `top2` the mean of the best two.
+        starts: First chunk of each skill, and the number of chunks.
+        pool: `max`: the best chunk; `top2`: the mean of the best two.
     """
     counts = np.diff(starts)
     if (counts == 1).all():
@@ -188,11 +184,11 @@ def pool_chunks(
     if pool == "max":
         return best
 
-    # The second score equals the best if that occurs twice, or if it is the only one.
     is_best = scores == np.repeat(best, counts, axis=1)
     num_best = np.add.reduceat(is_best, starts[:-1], axis=1, dtype=np.int64)
     second = np.maximum.reduceat(np.where(is_best, -np.inf, scores), starts[:-1], axis=1)
-    second = np.where((num_best > 1) | (counts == 1), best, second)
+    equals_best = (num_best > 1) | (counts == 1)
+    second = np.where(equals_best, best, second)
     return ((best + second) / 2).astype(np.float32)
 
 
@@ -227,8 +223,7 @@ class PoolRanker:
 
         Ties keep the order of the pool, or of the candidates.
         """
-        # Positions of skills, and their scores: one array per query.
-        positions: Iterable[Positions]
+        positions: Iterable[Positions]  # one array per query
         scores: Iterable[np.ndarray]
         texts = [query.text for query in queries]
         if candidates is None:

@@ -74,13 +74,9 @@ class SavedRankings:
         return replace(self, pool=skills.keys())
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the saved ranking of each query, cut to `keep` skills.
+        """Return the first `keep` skills of each query's saved ranking that are candidates.
 
-        If there are candidates, skills that are not among them are removed before the cut. A query
-        without a saved ranking gets an empty ranking, with a warning.
-
-        Raises:
-            SkilltrainError: The pool lacks a skill of a saved ranking.
+        A query without a saved ranking gets an empty ranking, with a warning.
         """
         rankings = {}
         for query in queries:
@@ -110,12 +106,6 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
     Args:
         path: The table, or its folder.
         stage: Stage to read; None for the only stage of the table.
-
-    Returns:
-        Ranking by query id.
-
-    Raises:
-        SkilltrainError: The table lacks `stage`, or has several stages and none is given.
     """
     rows = read_table(path, RANKINGS).to_pylist()
     stages = sorted({row["stage"] for row in rows})
@@ -138,7 +128,7 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
 
 def rankings_table(rankings_by_stage: Mapping[str, Rankings]) -> pa.Table:
     """Make a RANKINGS table. Ranks count from 1."""
-    rows: list[dict[str, Any]] = []
+    rows = []
     for stage, rankings in rankings_by_stage.items():
         for query_id, ranking in rankings.items():
             for rank, (skill_id, score) in enumerate(ranking, 1):

@@ -1,4 +1,11 @@
-"""Reranking: a reranker orders the candidates of each query."""
+"""Reranking: a reranker orders the candidates of each query.
+
+Notes:
+    - Pairs are made and scored lazily, query by query.
+    - Another thread may clear the scores of all queries, but not the dict of a query in use.
+    - Adding the previous ranker's score helps if the reranker learned from few examples, because
+      both rankers err on different queries.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -68,13 +75,17 @@ class QueryPairs:
 
     Attributes:
         key_by_skill: Key of each candidate by skill id.
-        score_by_key: Scores of the query's pairs. Those of new pairs are added.
+        score_by_key: Scores of the query's pairs, a dict of `Rerank`. New scores are added to it.
         new_keys: Keys without a score, each once.
     """
 
     key_by_skill: Mapping[str, TextKey]
     score_by_key: dict[TextKey, float]
     new_keys: Sequence[TextKey]
+
+    def scores(self) -> dict[str, float]:
+        """Return the score of each candidate by skill id."""
+        return {skill_id: self.score_by_key[key] for skill_id, key in self.key_by_skill.items()}
 
 
 @dataclass(frozen=True)
@@ -109,36 +120,25 @@ class Rerank:
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
 
-        pairs_by_query: list[QueryPairs] = []
+        pairs_by_query = []
         for query in track(queries, "tokenizing", len(queries)):
             skill_ids = [skill_id for skill_id, _ in candidates[query.query_id][:keep]]
-            # This finds the scores that are remembered in `self._scores`.
             pairs_by_query.append(self._pairs(query, skill_ids))
-
-        # Both maps are lazy: the loop below makes and scores the pairs, query by query.
         pair_lists = map(self._pair_ids, queries, pairs_by_query)
-        if self.forward is not None:  # the model is in training
-            score_lists = self.forward(pair_lists)
-        else:
-            score_lists = map(self._score, pair_lists)
+        score_lists = self.forward(pair_lists) if self.forward else map(self._score, pair_lists)
 
         rankings = {}
         progress = track(queries, "reranking", len(queries))
         for query, pairs, new_scores in zip(progress, pairs_by_query, score_lists, strict=True):
-            # `score_by_key` is a dict of `self._scores`, so this also remembers the new scores.
             pairs.score_by_key.update(zip(pairs.new_keys, new_scores, strict=True))
-            score_by_skill: dict[str, float] = {}
-            for skill_id, key in pairs.key_by_skill.items():
-                score_by_skill[skill_id] = pairs.score_by_key[key]
             ranking = candidates[query.query_id]
-            rankings[query.query_id] = reorder(ranking, keep, score_by_skill, self.first_weight)
+            rankings[query.query_id] = reorder(ranking, keep, pairs.scores(), self.first_weight)
         return rankings
 
     def _pairs(self, query: Query, skill_ids: Sequence[str]) -> QueryPairs:
         """Pair a query with its candidates, and look up the scores that are known."""
         key_by_skill = self._tokenize(skill_ids)
         distinct_keys = dict.fromkeys(key_by_skill.values())
-        # Another thread may clear `_scores` later, but not this dict of the query's scores.
         score_by_key = self._scores.setdefault(query, {})
         new_keys = [key for key in distinct_keys if key not in score_by_key]
         return QueryPairs(key_by_skill, score_by_key, new_keys)
@@ -172,15 +172,9 @@ def reorder(
     """Sort the first `keep` skills of a ranking by score, and append the others in their order.
 
     Args:
-        ranking: Ranking of the previous ranker.
-        keep: Number of skills to sort. Ties keep their order.
-        scores: Score of each of these skills, by its id.
-        previous_weight: Weight with which the previous ranker's score is added to the new score.
-            Adding it helps if the reranker learned from few examples, because both rankers err on
-            different queries.
-
-    Returns:
-        The new ranking. Appended skills get scores without meaning, below those of sorted skills.
+        keep: Number of skills to sort.
+        scores: New scores by skill id.
+        previous_weight: Weight of the previous score.
     """
     rescored: Ranking = []
     for skill_id, previous_score in ranking[:keep]:

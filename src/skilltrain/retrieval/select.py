@@ -198,12 +198,10 @@ class Chooser:
     ) -> Outcome[Ask, Any]:
         """Ask the chat model about the first `keep` candidates of each query.
 
-        Returns:
-            The usable answers. Queries with too few candidates are not asked about. A warning says
-            how many queries have no usable answer.
+        Queries with too few candidates are not asked about.
         """
         config = self.config
-        asks: list[Ask] = []  # one per query
+        asks = []
         for query in queries:
             skills = [self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep]]
             if len(skills) >= config.min_candidates:
@@ -212,9 +210,7 @@ class Chooser:
         questions = config.questions(llm, asks)
         if asks:
             estimate_cost(questions)  # prints the cost
-        # If the server is down, no query gets an answer, and a warning says so.
         outcome = ask_all(questions, drop_if_down=True)
-
         self.counts = outcome.counts()
         num_unusable = len(outcome.dropped)
         if num_unusable:

@@ -1,4 +1,11 @@
-"""A cache of vectors on disk, so that each text is encoded once per model by any process."""
+"""A cache of vectors on disk, so that each text is encoded once per model by any process.
+
+Notes:
+    - Any process may merge files, so a listed file may be missing when it is read.
+    - A merge may fail: full disk, damaged file, another process. The next call tries again.
+    - Long texts are encoded first, so that memory peaks at the start.
+    - New vectors are written as soon as they are encoded, so that a killed process loses few.
+"""
 
 import hashlib
 import uuid
@@ -49,8 +56,8 @@ class VectorCache:
         """Read the vectors of distinct keys.
 
         Returns:
-            Whether the cache holds each key, and the vector of each key. Vectors of keys that the
-            cache lacks are undefined.
+            Whether the cache holds each key, and the vector of each key. Vectors of missing keys
+            are undefined.
         """
         is_cached = np.zeros(len(keys), dtype=bool)
         vectors = np.empty((len(keys), 0), dtype=np.float32)
@@ -59,17 +66,16 @@ class VectorCache:
         for path in sorted(self.folder.glob("*.npz")):
             try:
                 with np.load(path) as file:
-                    # For each row of the file, the position of its key in `keys`, or -1.
-                    positions = positions_in(keys, file["keys"])
-                    needed_rows = np.flatnonzero(positions >= 0)
-                    if not vectors.size:  # the first file tells the length of the vectors
+                    positions = positions_in(keys, file["keys"])  # [row]
+                    needed_rows = np.flatnonzero(positions != -1)
+                    if not vectors.size:  # the first file
                         vectors = np.empty((len(keys), file["dim"]), dtype=np.float32)
                     if len(needed_rows):
                         needed_positions = positions[needed_rows]
                         vectors[needed_positions] = file["vectors"][needed_rows]
                         is_cached[needed_positions] = True
             except FileNotFoundError:
-                continue  # another process has merged it
+                continue  # another process merged it
             except _DAMAGED:
                 problem = "is damaged and not used (delete it); its texts are encoded again"
                 say(f"warning: {path} {problem}")
@@ -81,15 +87,10 @@ class VectorCache:
         return np.flatnonzero(~is_cached)
 
     def add(self, keys: np.ndarray, vectors: Vectors) -> None:
-        """Write `vectors` to disk, and merge small files if there are many.
-
-        Raises:
-            SkilltrainError: The vectors cannot be written.
-        """
+        """Write `vectors` to disk, and merge small files if there are many."""
         if not len(keys):
             return
         self._write(keys, vectors)
-        # A merge may fail (full disk, damaged file, another process). The next call tries again.
         with suppress(SkilltrainError, *_DAMAGED):
             paths = sorted(self.folder.glob("*.npz"))
             small = [path for path in paths if path.stat().st_size < _SMALL_BYTES]
@@ -98,8 +99,8 @@ class VectorCache:
 
     def _merge(self, paths: Sequence[Path]) -> None:
         """Write the vectors of several files into one, and delete the files."""
-        keys: list[np.ndarray] = []
-        vectors: list[np.ndarray] = []
+        keys = []
+        vectors = []
         for path in paths:
             with np.load(path) as file:
                 keys.append(file["keys"])
@@ -130,50 +131,44 @@ def cached_vectors(
     """Return the vector of each text, from the cache or from `encode`.
 
     Args:
-        texts: The texts. Equal texts are encoded once.
-        max_tokens: Number of tokens to which `encode` cuts texts.
-        cache: Cache to read, and to which vectors are added as soon as they are encoded; None for
-            no cache.
-        encode: Encodes distinct texts. Long ones come first, so that memory peaks at the start.
-
-    Raises:
-        SkilltrainError: New vectors have another length than those in the cache.
+        texts: Texts. Equal texts are encoded once.
+        max_tokens: Tokens to keep.
+        cache: Cache to read and to extend; None: no cache.
+        encode: Encodes distinct texts.
     """
-    # Equal texts have equal keys. Number the distinct keys: text i has the key of number
-    # `row_of_text[i]`, which will be the row of its vector.
     all_keys = text_keys(texts, max_tokens)
     keys, first_positions, row_of_text = np.unique(all_keys, return_index=True, return_inverse=True)
     is_cached = np.zeros(len(keys), dtype=bool)
-    vectors = np.empty((len(keys), 0), dtype=np.float32)  # [distinct key, dim]
+    vectors = np.empty((len(keys), 0), dtype=np.float32)  # [distinct text, dim]
     if cache:
         is_cached, vectors = cache.read(keys)
     if is_cached.all():
         return vectors[row_of_text]
 
-    # Encode the texts of the other rows, long ones first.
-    missing_rows = np.flatnonzero(~is_cached)
-    missing_texts = [texts[int(position)] for position in first_positions[missing_rows]]
-    order = longest_first(missing_texts)
-    missing_rows = missing_rows[order]
-    missing_texts = [missing_texts[int(position)] for position in order]
+    distinct_texts = [texts[int(position)] for position in first_positions]
+    long_first = longest_first(distinct_texts)  # rows of `vectors`
+    missing_rows = long_first[~is_cached[long_first]]
     if cache:
         cache.make()
-    # `encode` yields the vectors of some texts at a time, with their positions in `missing_texts`.
-    for positions, encoded in encode(missing_texts):
-        dim = encoded.shape[1]
-        is_dim_known = vectors.shape[1] > 0
-        if not is_dim_known:  # these are the first vectors, and the cache had none
-            vectors = np.empty((len(keys), dim), dtype=np.float32)
-        if dim != vectors.shape[1]:
-            problem = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
-            fix = "it has changed: name another cache folder"
-            where = cache.folder if cache else None
-            raise SkilltrainError("changed-model", problem, where=where, fix=fix)
+    for positions, encoded in encode([distinct_texts[row] for row in missing_rows.tolist()]):
+        vectors = _with_dim(vectors, encoded.shape[1], cache)
         rows = missing_rows[positions]
         if cache:
             cache.add(keys[rows], encoded)
         vectors[rows] = encoded
     return vectors[row_of_text]
+
+
+def _with_dim(vectors: Vectors, dim: int, cache: VectorCache | None) -> Vectors:
+    """Give vectors the length `dim` if they have none, or check their length."""
+    if not vectors.shape[1]:
+        return np.empty((len(vectors), dim), dtype=np.float32)
+    if dim != vectors.shape[1]:
+        problem = f"the model gives vectors of {dim} numbers, not {vectors.shape[1]}"
+        fix = "it has changed: name another cache folder"
+        where = cache.folder if cache else None
+        raise SkilltrainError("changed-model", problem, where=where, fix=fix)
+    return vectors
 
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:

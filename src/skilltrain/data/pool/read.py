@@ -1,8 +1,24 @@
-"""Read skills from SKILL.md files, JSON Lines, parquet and Hugging Face datasets."""
+"""Read skills from SKILL.md files, JSON Lines, parquet and Hugging Face datasets.
+
+Notes:
+    - The folder of a pool stores the number of skills of each source. The skills of a source are
+      side by side in the pool.
+    - Two files that could be the SKILL.md of a skill give none, because the right one is not
+      certain.
+    - A folder with a SKILLS table and a run file is written by the stage `pool`. Its other files
+      hold no further skills.
+    - A shard in the folder of a skill is part of that skill.
+    - `os.walk` enters no linked folders. A linked folder inside the root is visited at its real
+      place. Links that lead out of the root are refused.
+    - `Path.resolve` and `Path.is_file` raise in folders that may not be entered; `os.path` does
+      not.
+    - A damaged dataset can cause any exception.
+"""
 
 import hashlib
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice
@@ -50,17 +66,13 @@ SkillsOrDropped = Iterator[Skill | Dropped]
 def read_pool(source: Any) -> list[Skill]:
     """Read skills, and check that their ids are unique.
 
-    Copies of a skill with the same id are left out. Files and rows that are no skill are left out
-    too. A message gives their number and the reasons. Copies with different ids are kept.
+    A message gives the number of files, rows and copies of skills that are left out. Copies with
+    different ids are kept.
 
     Args:
-        source: A folder of SKILL.md files, the folder or file of a SKILLS table, another source of
-            the stage `pool`, a DataFrame, a `datasets.Dataset`, rows, or skills. A row is a dict
-            with `name` and `body`. It may also have `skill_id`, `description`, `category`, `lang`,
-            `source` and `license`.
-
-    Raises:
-        SkilltrainError: There is no skill, or a row of a table in memory is no skill.
+        source: A source of the stage `pool`, the folder or file of a SKILLS table, a DataFrame, a
+            `datasets.Dataset`, rows, or skills. A row is a dict with `name` and `body`, and perhaps
+            `skill_id`, `description`, `category`, `lang`, `source` and `license`.
 
     >>> row = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
     >>> read_pool([row])[0].skill_id
@@ -72,11 +84,8 @@ def read_pool(source: Any) -> list[Skill]:
         return [*chain.from_iterable(read_by_source(Path(source)).values())]
 
     sources, dropped = read_sources([source])
-    # `duplicates` are copies of a skill with the same id. Copies with different ids stay.
-    (skills,), duplicates = merge_sources(sources, drop_duplicates=False)
-
-    # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
-    num_by_filter = counted(row.filter for row in dropped + duplicates if row.filter != CUT)
+    (skills,), copies = merge_sources(sources, drop_duplicates=False)
+    num_by_filter = counted(row.filter for row in dropped + copies if row.filter != CUT)
     if num_by_filter:
         num_dropped = sum(num_by_filter.values())
         reasons = ", ".join(f"{name} {count}" for name, count in num_by_filter.items())
@@ -96,22 +105,17 @@ def _is_table(path: Path | str) -> bool:
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
-    If the pool does not store a fitting number of skills for each source, the pool itself is the
-    only source.
+    A pool without fitting numbers of skills for its sources counts as one source.
     """
     if not _is_table(pool):
         return {pool.resolve(): read_pool(pool)}
     skills = read_skills(pool)
-    folder = table_path(pool, SKILLS).parent
-
-    # A file in the folder stores the number of skills of each source.
-    num_skills_by_source: dict[str, int] = read_local(folder)
+    num_skills_by_source = read_local(table_path(pool, SKILLS).parent)
     if sum(num_skills_by_source.values()) != len(skills):
         num_skills_by_source = {str(pool.resolve()): len(skills)}
 
-    # The skills of a source are side by side in the pool.
     remaining = iter(skills)
-    skills_by_source: dict[Path, list[Skill]] = {}
+    skills_by_source = {}
     for source, num_skills in num_skills_by_source.items():
         root = Path(source)
         source_skills = islice(remaining, num_skills)
@@ -122,22 +126,20 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
 def find_skill_file(skill: Skill) -> Path | None:
     """Return the SKILL.md of a skill; None if it is missing or not certain.
 
-    The file is in a folder below `skill.root`. The path of this folder is the id of the skill,
-    without a number such as `~2` that `merge_sources` may have added.
+    The id of the skill is the path of its folder below `skill.root`, perhaps with a number like ~2.
     """
     root = skill.root
     if root is None:
         return None
     if root.name.lower() == SKILL_FILE.lower():
-        root = root.parent  # the source is a single SKILL.md
+        root = root.parent  # the source is a file
 
     original_id = _RENAMED.sub("", skill.skill_id)
     folders = {root / skill.skill_id, root / original_id}
     if root.name == original_id:
-        folders.add(root)  # the folder itself may be the skill
+        folders.add(root)  # the source is the skill
     files = [_skill_file_in(folder, root) for folder in folders]
     existing_files = [file for file in files if file is not None]
-    # With two files, it is not certain which one is meant.
     return existing_files[0] if len(existing_files) == 1 else None
 
 
@@ -145,7 +147,6 @@ def _skill_file_in(folder: Path, root: Path) -> Path | None:
     """Return the file SKILL.md, or else skill.md, of a folder; None if it is outside `root`."""
     for name in (SKILL_FILE, SKILL_FILE.lower()):
         file = folder / name
-        # os.path, because Path.is_file raises in a folder that may not be entered.
         if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):  # noqa: PTH113
             return file
     return None
@@ -154,14 +155,8 @@ def _skill_file_in(folder: Path, root: Path) -> Path | None:
 def _skills_of_rows(rows: list[Any]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids. Skills are returned as they are.
 
-    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different
-    ids are kept.
-
-    Args:
-        rows: Rows, as values by column, or skills.
-
     Raises:
-        SkilltrainError: A row is no skill, there is none, or two skills have the same id.
+        SkilltrainError: A row is no skill, or two skills have the same id.
     """
     if not rows:
         raise SkilltrainError("empty-pool", "the pool is empty")
@@ -169,47 +164,41 @@ def _skills_of_rows(rows: list[Any]) -> list[Skill]:
         if len({skill.skill_id for skill in rows}) < len(rows):
             raise SkilltrainError("repeated-id", "two skills have the same id", where="skills")
         return rows
-
-    skills: list[Skill] = []
-    for number, row in enumerate(rows):
-        where = f"row {number}"
-        if not isinstance(row, Mapping):
-            raise wrong_argument(f"skills, {where}", "a dict of columns", row)
-        skill = skill_from_row(row, where, source="")
-        if isinstance(skill, Dropped):
-            columns = ", ".join(map(str, row))
-            fix = f"a skill has a name, and a body or a description; this row has {columns}"
-            raise SkilltrainError("invalid-row", skill.reason, where="skills", fix=fix)
-        skills.append(_with_language(skill))
+    skills = [_skill_of_row(row, number) for number, row in enumerate(rows)]
     (merged,), _ = merge_sources([skills], drop_duplicates=False)
     return merged
+
+
+def _skill_of_row(row: Any, number: int) -> Skill:
+    """Convert a row of a table to a skill.
+
+    Raises:
+        SkilltrainError: The row is no skill.
+    """
+    where = f"row {number}"
+    if not isinstance(row, Mapping):
+        raise wrong_argument(f"skills, {where}", "a dict of columns", row)
+    skill = skill_from_row(row, where, source="")
+    if isinstance(skill, Dropped):
+        columns = ", ".join(map(str, row))
+        fix = f"a skill has a name, and a body or a description; this row has {columns}"
+        raise SkilltrainError("invalid-row", skill.reason, where="skills", fix=fix)
+    return _with_language(skill)
 
 
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
     """Read the skills of each source, and cut long bodies to MAX_BODY_CHARS.
 
     Returns:
-        Skills of each source; a row of DROPPED for everything that was dropped, and for each skill
-        whose body was cut.
+        Skills of each source; a row of DROPPED for each item dropped or cut.
 
     Raises:
         SkilltrainError: A source cannot be read, or no skill is left.
     """
-    skills_by_source: list[list[Skill]] = []
-    all_dropped: list[Dropped] = []
+    skills_by_source = []
+    all_dropped = []
     for source in sources:
-        skills: list[Skill] = []
-        dropped: list[Dropped] = []
-        for item in track(read_source(source), "reading skills", None):
-            if isinstance(item, Dropped):
-                dropped.append(item)
-                continue
-            # A skill with a long body is reported, but kept.
-            if len(item.body) > MAX_BODY_CHARS:
-                dropped.append(_report_cut(item))
-            skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
-            skills.append(_with_language(skill))
-
+        skills, dropped = _read_and_cut(source)
         skills_by_source.append(skills)
         all_dropped += [replace(row, source=clean_text(str(source))) for row in dropped]
         if not skills and len(sources) > 1:
@@ -217,10 +206,24 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
             say(f"warning: the source {source} gives no skill ({reason})")
     if not any(skills_by_source):
         problem = f"no skill is left of {len(sources)} source(s)"
-        raise SkilltrainError(
-            "nothing-left", problem, where=sources[0], fix=_first_reason(all_dropped)
-        )
+        fix = _first_reason(all_dropped)
+        raise SkilltrainError("nothing-left", problem, where=sources[0], fix=fix)
     return skills_by_source, all_dropped
+
+
+def _read_and_cut(source: Path | str) -> tuple[list[Skill], list[Dropped]]:
+    """Read one source, and cut long bodies to MAX_BODY_CHARS; see `read_sources`."""
+    skills = []
+    dropped = []
+    for item in track(read_source(source), "reading skills", None):
+        if isinstance(item, Dropped):
+            dropped.append(item)
+            continue
+        if len(item.body) > MAX_BODY_CHARS:
+            dropped.append(_report_cut(item))
+        skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
+        skills.append(_with_language(skill))
+    return skills, dropped
 
 
 def _report_cut(skill: Skill) -> Dropped:
@@ -248,52 +251,50 @@ def merge_sources(
 ) -> tuple[list[list[Skill]], list[Dropped]]:
     """Join the skills of sources: drop duplicates, and make ids unique.
 
-    The first skill with an id keeps it. The others are renamed to ID~2, ID~3 and so on.
-
     Args:
         sources: Skills of each source.
-        drop_duplicates: True: drop a skill if its name, description and body are those of an
-            earlier skill. False: drop it only if its id is the same too.
+        drop_duplicates: Whether to drop all copies of a skill, or only copies with its id.
 
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
     """
-    first_id_by_content: dict[bytes, str] = {}
-    identities: set[tuple[str, bytes]] = set()  # (id, content)
-    original_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
-    last_number_by_id: dict[str, int] = {}  # the number after `~` in the last new id
-    unique_ids: set[str] = set()  # ids of the merged skills
-    merged: list[list[Skill]] = []
-    dropped: list[Dropped] = []
+    first_id_by_content = {}
+    identities = set()
+    taken_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
+    numbers = Counter[str]()
+    merged = []
+    dropped = []
     for skills in sources:
         merged.append([])
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
             content = _content_digest(skill)
-            identity = (skill.skill_id, content)
-
-            # Drop a skill with the content of an earlier one, or with its content and its id.
-            if drop_duplicates:
-                is_duplicate = content in first_id_by_content
-            else:
-                is_duplicate = identity in identities
-            if is_duplicate:
-                first_id = first_id_by_content[content]
-                dropped.append(_report_duplicate(skill, first_id))
+            identity = ("" if drop_duplicates else skill.skill_id, content)
+            if identity in identities:
+                dropped.append(_report_duplicate(skill, first_id_by_content[content]))
                 continue
             identities.add(identity)
-
-            # Rename a skill whose id is taken. The new id must not be an original id either.
-            new_id = skill.skill_id
-            if new_id in unique_ids:
-                number = last_number_by_id.get(skill.skill_id, 1)
-                while new_id in unique_ids or new_id in original_ids:
-                    number += 1
-                    new_id = f"{skill.skill_id}~{number}"
-                last_number_by_id[skill.skill_id] = number
-            unique_ids.add(new_id)
+            new_id = _unique_id(skill.skill_id, taken_ids, numbers)
             first_id_by_content.setdefault(content, new_id)
             merged[-1].append(replace(skill, skill_id=new_id))
     return merged, dropped
+
+
+def _unique_id(skill_id: str, taken_ids: set[str], numbers: Counter[str]) -> str:
+    """Return the id of a skill, or ID~2, ID~3 and so on if an earlier skill has the id.
+
+    Args:
+        skill_id: The id.
+        taken_ids: Ids of all skills, and the new ids. A new id is added.
+        numbers: Last number of each id. The first skill with an id has the number 1.
+    """
+    numbers[skill_id] += 1
+    if numbers[skill_id] == 1:
+        return skill_id
+    while f"{skill_id}~{numbers[skill_id]}" in taken_ids:
+        numbers[skill_id] += 1
+    new_id = f"{skill_id}~{numbers[skill_id]}"
+    taken_ids.add(new_id)
+    return new_id
 
 
 def _report_duplicate(skill: Skill, first_id: str) -> Dropped:
@@ -313,10 +314,6 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 
     Args:
         source: A file or folder, or `hf:` with the name or folder of a dataset.
-
-    Raises:
-        SkilltrainError: The source is missing, lacks columns, or is not in the format that its name
-            says.
     """
     if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
@@ -337,61 +334,56 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 
 
 def _read_folder(root: Path) -> SkillsOrDropped:
-    """Read the skills of a folder: its SKILLS table, else its SKILL.md files, else its shards.
-
-    Shards are .jsonl, .jsonl.gz and .parquet files. A message names the files that are not read.
-    """
+    """Read the skills of a folder: its SKILLS table, else its SKILL.md files, else its shards."""
     table = table_path(root, SKILLS)
-    if table.is_file() and (root / RUN_FILE).is_file():
-        # The folder is that of the stage `pool`. Its other files hold no further skills.
+    is_pool = table.is_file() and (root / RUN_FILE).is_file()
+    if is_pool:
         yield from _read_parquet(table)
         return
 
-    # `unreadable` has a row of DROPPED for each link or folder that cannot be followed. If there is
-    # a table, it does not matter, because only the table is read.
     skill_files, shards, unreadable = _walk(root)
-    # A shard in the folder of a skill is part of that skill.
-    folders_of_skills = {file.parent for file in skill_files} - {root}
+    skill_folders = {file.parent for file in skill_files} - {root}
     separate_shards = [
-        file for file in shards if file != table and folders_of_skills.isdisjoint(file.parents)
+        file for file in shards if file != table and skill_folders.isdisjoint(file.parents)
     ]
     if table.is_file():
         yield from _read_parquet(table)
-        unread = skill_files + separate_shards
+        _say_what_is_not_read(skill_files + separate_shards, root)
     elif skill_files:
         yield from unreadable
         yield from (_read_skill_file(file, root) for file in skill_files)
-        unread = separate_shards
-    elif shards:  # without a SKILL.md, no shard is part of a skill
+        _say_what_is_not_read(separate_shards, root)
+    elif shards:
         yield from unreadable
-        for path in shards:
-            yield from _read_shard(path)
-        unread = []
+        yield from chain.from_iterable(map(_read_shard, shards))
     else:
-        raise SkilltrainError(
-            "no-skill-file", "holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file", where=root
-        )
-    if unread:
-        first = _relative_path(unread[0], root)
+        problem = "holds no SKILL.md, .jsonl, .jsonl.gz or .parquet file"
+        raise SkilltrainError("no-skill-file", problem, where=root)
+
+
+def _say_what_is_not_read(files: list[Path], root: Path) -> None:
+    """Print the number of files with skills that are not read, and the first one's path."""
+    if files:
+        first = _relative_path(files[0], root)
         say(
-            f"{root}: {len(unread)} other files with skills are not read, the first {first}; "
+            f"{root}: {len(files)} other files with skills are not read, the first {first}; "
             "name them as sources"
         )
 
 
 def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
-    """Find the files with skills below a folder. Links that lead out of `root` are not followed.
+    """Find the files with skills below a folder, without links that lead out of the folder.
 
     Args:
         root: Folder, as an absolute path without links.
 
     Returns:
-        SKILL.md files; shards; a row of DROPPED for each refused link and each unreadable folder.
+        SKILL.md files; shards; rows of DROPPED for links and unreadable folders.
     """
-    skill_files: list[Path] = []
-    shards: list[Path] = []
-    refused: list[Dropped] = []
-    errors: list[OSError] = []
+    skill_files = []
+    shards = []
+    refused = []
+    errors = []
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
         for path in sorted(Path(folder, name) for name in folder_names + file_names):
             name = path.name.lower()
@@ -400,13 +392,7 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             is_shard = name.endswith(_SHARDS) and not is_folder
             if not (is_folder or is_skill_file or is_shard):
                 continue
-
-            # Refuse links that lead out. Folders need no more here: os.walk enters real folders by
-            # itself, so it visits a linked folder inside `root` at its real place.
-            # `realpath`, because `resolve` raises for folders that may not be read.
-            target = Path(os.path.realpath(path))
-            is_link = target != path  # because `root` itself has no links
-            if is_link and not (target.is_relative_to(root) and target.exists()):
+            if _leads_out(path, root):
                 link = _relative_path(path, root)
                 reason = f"{link} is a link that leads out of {clean_text(root.name)} or nowhere"
                 refused.append(Dropped("", "", "link", reason))
@@ -415,11 +401,17 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             elif is_shard:
                 shards.append(path)
 
-    # Folders that os.walk could not enter.
     for error in errors:
         reason = clean_text(f"{error.filename}: {error.strerror}")
         refused.append(Dropped("", "", "unreadable", reason))
     return sorted(skill_files), sorted(shards), refused
+
+
+def _leads_out(path: Path, root: Path) -> bool:
+    """Return whether a path is a link that leads out of `root` or nowhere."""
+    target = Path(os.path.realpath(path))
+    is_link = target != path
+    return is_link and not (target.is_relative_to(root) and target.exists())
 
 
 def _relative_path(path: Path, root: Path) -> str:
@@ -435,7 +427,6 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     """
     name = _relative_path(path, root)
     source = clean_text(root.name)
-    # If the folder of the source itself is the skill, its name is the id.
     skill_id = source if path.parent == root else _relative_path(path.parent, root)
     try:
         if not path.is_file():
@@ -451,21 +442,14 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         return dropped_skill(skill_id, "not_text", f"{name} is not text")
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
     if not (skill.body or skill.description):
-        reason = "the skill has neither description nor body"
-        return dropped_skill(skill_id, "empty_body", reason)
-
-    # Add the names of the files beside the SKILL.md.
-    files = (
-        _relative_path(file, path.parent)
-        for file in bundled_paths(path.parent)
-        if _is_plain_file(file)
-    )
-    return replace(skill, files=tuple(islice(files, MAX_FILES)), root=root)
+        return dropped_skill(skill_id, "empty_body", "the skill has neither description nor body")
+    files = filter(_is_plain_file, bundled_paths(path.parent))
+    names = (_relative_path(file, path.parent) for file in islice(files, MAX_FILES))
+    return replace(skill, files=tuple(names), root=root)
 
 
 def _is_plain_file(path: Path) -> bool:
     """Return whether a path is a file that can be reached, and is not a link."""
-    # os.path, because Path.is_file raises in a folder that may not be entered.
     return os.path.isfile(path) and not os.path.islink(path)  # noqa: PTH113, PTH114
 
 
@@ -480,7 +464,7 @@ def _read_shard(path: Path) -> SkillsOrDropped:
 
 def _read_jsonl(path: Path) -> SkillsOrDropped:
     """Read a JSON Lines file. A file that breaks off gives the skills before the break."""
-    number = 0  # stays 0 if the first line cannot be read
+    number = 0  # of the last line read
     name = clean_text(path.name)
     try:
         for number, line in numbered_lines(path):
@@ -493,9 +477,8 @@ def _read_jsonl(path: Path) -> SkillsOrDropped:
                 yield skill_from_row(row, where, name)
     except LINE_ERRORS as error:
         if not number:
-            raise SkilltrainError(
-                "unreadable-file", f"cannot be read: {reason_of(error)}", where=path
-            ) from error
+            problem = f"cannot be read: {reason_of(error)}"
+            raise SkilltrainError("unreadable-file", problem, where=path) from error
         reason = f"{name} breaks off after line {number}: {reason_of(error)}"
         yield Dropped("", "", "unreadable", reason)
 
@@ -521,9 +504,6 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     Args:
         names: Names of all columns.
         where: The table, for the error.
-
-    Raises:
-        SkilltrainError: The table has no column for ids, or none for texts.
     """
     lacks_id = {*ID_COLUMNS, "name"}.isdisjoint(names)
     lacks_text = {*BODY_COLUMNS, "description"}.isdisjoint(names)
@@ -540,36 +520,44 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     Args:
         reference: OWNER/NAME, or a folder that the dataset was saved to. `:SPLIT` may follow.
     """
-    import datasets
-
     name = reference
     split = ""
     where = HF_PREFIX + reference
     if not Path(reference).exists() and ":" in reference:
         name, split = reference.rsplit(":", 1)
+    rows = _choose_split(_load_splits(name, where), split, name, where)
+    rows = rows.select_columns(_known_columns(rows.column_names, where))
+    source = Path(name).name if Path(name).exists() else name
+    for number, row in enumerate(rows, 1):
+        yield skill_from_row(row, f"{where}, row {number}", source)
 
-    # Load the dataset. If it has no splits, it counts as one split with an empty name.
+
+def _load_splits(name: str, where: str) -> dict[Any, Any]:
+    """Load the splits of a dataset by name. A dataset without splits has the empty name.
+
+    Args:
+        name: OWNER/NAME, or a folder.
+        where: The dataset, for the error.
+    """
+    import datasets
+
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
     load: Any = datasets.load_from_disk if is_saved else datasets.load_dataset
     try:
         loaded = load(name)
-    except Exception as error:  # a damaged dataset can cause any exception
+    except Exception as error:
         problem = f"cannot be read: {printable(reason_of(error), 300)}"
         raise SkilltrainError("unreadable-file", problem, where=where) from error
-    splits: dict[Any, Any] = dict(loaded) if isinstance(loaded, dict) else {"": loaded}
+    return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
 
-    # Choose the split. The only split of a dataset need not be named.
+
+def _choose_split(splits: dict[Any, Any], split: str, name: str, where: str) -> Any:
+    """Return the rows of a split. The only split of a dataset need not be named."""
     if not split and len(splits) == 1:
         split = next(iter(splits))
     if split not in splits:
         fault = f"has no split '{split}'" if split else "has several splits"
         problem = f"{fault}; its splits: {', '.join(map(str, splits)) or 'none'}"
-        raise SkilltrainError(
-            "choose-split", problem, where=where, fix=f"write {HF_PREFIX}{name}:SPLIT"
-        )
-
-    rows = splits[split]
-    rows = rows.select_columns(_known_columns(rows.column_names, where))
-    source = Path(name).name if Path(name).exists() else name
-    for number, row in enumerate(rows, 1):
-        yield skill_from_row(row, f"{where}, row {number}", source)
+        fix = f"write {HF_PREFIX}{name}:SPLIT"
+        raise SkilltrainError("choose-split", problem, where=where, fix=fix)
+    return splits[split]

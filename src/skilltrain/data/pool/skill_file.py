@@ -1,6 +1,17 @@
 """Parse SKILL.md files and rows of tables as skills, and render skills as SKILL.md.
 
 The texts are untrusted and often untidy. They are parsed, never executed.
+
+Notes:
+    - The body of a row may be empty if the row has a description, as for tools of MCP servers.
+    - `datetime.fromisoformat` also accepts bare digits, such as a count of seconds.
+    - Of the folder `.git`, only the programs in `.git/hooks` belong to a skill, because git runs
+      them. `Path.exists` raises for a folder that may not be entered; `Path.glob` does not.
+    - Frontmatter that is not YAML, such as `description: Use when: x`, is read line by line. A
+      Markdown heading in it shows that the closing `---` is missing, so there is no frontmatter.
+    - In such frontmatter an indented line has a key of its own only if the key above has its value
+      beside it. Otherwise the line is that value.
+    - libyaml overflows the C stack on deeply nested input, so the Python loader reads headers.
 """
 
 import math
@@ -49,11 +60,14 @@ _HEADING = re.compile(r"\n[ \t]*\n#+ ")  # of Markdown, after an empty line
 _KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
 # Starts of lines in Markdown that are no prose
 _NO_PROSE = ("#", "<", "|", "---", "===", "![", "[![")
-_FIELDS = ("name", "description", "category", "lang", "license", "metadata")
+_TEXT_FIELDS = ("name", "description", "category", "lang", "license")
+_FIELDS = (*_TEXT_FIELDS, "metadata")
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
 # Values of a key whose value is on the next lines.
 _BLOCK_MARKS = ("", "|", ">", "|-", ">-", "|+", ">+")
 _LANG = re.compile(r"[a-z]{2}")
+# Code between ``` or ~~~. A block that is not closed reaches to the end.
+_CODE_BLOCK = re.compile(r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", re.MULTILINE | re.DOTALL)
 
 
 def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str = "") -> Skill:
@@ -62,17 +76,13 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
     Args:
         text: Content of the file.
         skill_id: Id of the skill.
-        fallback_name: Name of the skill if the header has none.
+        fallback_name: Name if the header has none.
         source: Source of the skill.
     """
     fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
-    texts = {
-        key: one_line(as_text(fields.get(key)))
-        for key in ("name", "description", "category", "lang", "license")
-    }
+    texts = {key: one_line(as_text(fields.get(key))) for key in _TEXT_FIELDS}
     lang = texts["lang"].lower()[:2]  # en-US becomes en
-    facts = _facts_in(metadata | fields)  # the header takes precedence over its metadata
     return Skill(
         skill_id,
         name=texts["name"] or one_line(clean_text(fallback_name)),
@@ -82,56 +92,60 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
         lang=lang if _LANG.fullmatch(lang) else None,
         source=source,
         license=texts["license"] or None,
-        **facts,
+        **_facts_in(metadata | fields),
     )
 
 
 def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | Dropped:
     """Read a skill from a row of a table in SkillRouter's format.
 
-    The columns `content` and `skill_md` may hold a whole SKILL.md. The other columns of the row
-    take precedence over its frontmatter. The body of a row may be empty if the row has a
-    description, as for tools of MCP servers.
-
     Args:
-        row: Value by column.
+        row: Value by column. `content` and `skill_md` may hold a whole SKILL.md.
         where: File and number of the row, for the reason.
         source: Source of the skill, if the row names none.
 
     Returns:
-        The skill; or a row of DROPPED, with the reason why the row is no skill.
+        The skill, or a row of DROPPED.
     """
     values = {key: as_text(row.get(key)) for key in COLUMNS}
     name = values["name"][:MAX_HEADER_CHARS]
-    description = values["description"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or name)
-    # The first body column with text in this row, or an empty name.
-    body_key = next((key for key in BODY_COLUMNS if values[key]), "")
-
+    body_column = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
         return dropped_skill("", "no_id", f"{where} has neither skill_id nor name")
-    if body_key and not isinstance(row[body_key], str | bytes):
-        reason = f"{where}: {body_key} is a {type(row[body_key]).__name__}, not text"
+    if body_column and not isinstance(row[body_column], str | bytes):
+        reason = f"{where}: {body_column} is a {type(row[body_column]).__name__}, not text"
         return dropped_skill(skill_id, "not_text", reason)
 
-    # Make a skill from the body column. Without a name, the last part of the id is the name.
-    fallback_name = one_line(name or skill_id.rsplit("/", 1)[-1])
-    if body_key in ("content", "skill_md"):
-        skill = parse_skill_file(values[body_key], skill_id, fallback_name)
+    last_part_of_id = skill_id.rsplit("/", 1)[-1]
+    fallback_name = one_line(name or last_part_of_id)
+    if body_column in ("content", "skill_md"):
+        skill = parse_skill_file(values[body_column], skill_id, fallback_name)
     else:
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
-    description = description.strip() or skill.description or first_paragraph(skill.body)
-    if not (skill.body or description):
-        reason = f"{where} has neither description nor body"
-        return dropped_skill(skill_id, "empty_body", reason)
+    skill = _add_columns(skill, values, _facts_in(row), source)
+    if not (skill.body or skill.description):
+        return dropped_skill(skill_id, "empty_body", f"{where} has neither description nor body")
+    return skill
 
-    # Add the other columns of the row. They replace the values of the frontmatter.
-    facts = _facts_in(row)  # author, URL, stars and the like
+
+def _add_columns(
+    skill: Skill, values: Mapping[str, str], facts: Mapping[str, Any], source: str
+) -> Skill:
+    """Replace the values of a skill by the columns of its row, and fill a missing description.
+
+    Args:
+        skill: The skill, as its body column gives it.
+        values: Text of each column.
+        facts: Value of each field of SKILL_FACTS, or None.
+        source: Source of a row that names none.
+    """
+    description = values["description"][:MAX_HEADER_CHARS].strip()
     known_facts = {key: fact for key, fact in facts.items() if fact is not None}
     return replace(
         skill,
-        name=one_line(name) or skill.name,
-        description=description,
+        name=one_line(values["name"][:MAX_HEADER_CHARS]) or skill.name,
+        description=description or skill.description or first_paragraph(skill.body),
         category=one_line(values["category"]) or skill.category,
         lang=one_line(values["lang"]) or skill.lang,
         source=one_line(values["source"] or source),
@@ -152,13 +166,13 @@ def dropped_skill(
 
 
 def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the facts about a skill: its author, URL, stars and the other fields of SKILL_FACTS.
+    """Read the author, the URL, the stars and the other SKILL_FACTS of a skill.
 
     Args:
-        values: A header or a row of a table, with values by key.
+        values: A header or a row of a table.
 
     Returns:
-        Value of each field of SKILL_FACTS; None if it is missing or wrong.
+        Value of each field of SKILL_FACTS; None if missing or wrong.
     """
     texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
     url = texts["url"] or one_line(as_text(values.get("homepage")))
@@ -178,7 +192,7 @@ def _is_iso_date(text: str) -> bool:
         datetime.fromisoformat(text)
     except ValueError:
         return False
-    return text[4] == "-"  # fromisoformat also accepts digits, such as a count of seconds
+    return text[4] == "-"  # not only digits
 
 
 def _relative_paths(value: Any) -> tuple[str, ...] | None:
@@ -192,32 +206,28 @@ def _relative_paths(value: Any) -> tuple[str, ...] | None:
 
 
 def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
-    """Yield the files and links that belong to a SKILL.md, without those of other skills below it.
+    """Yield the files and links that belong to a SKILL.md, but not to a skill below it.
 
     Args:
         folder: Folder of the SKILL.md.
-        hidden: False yields the files without a dot at the start of any name in their path. True
-            yields the others: hidden files, and files in hidden folders. Of the folder `.git`, only
-            the programs in `.git/hooks` are yielded.
+        hidden: Whether to yield the hidden files and files in hidden folders, instead of others.
     """
     for parent, folder_names, file_names in os.walk(folder):
         names_below = Path(parent).relative_to(folder).parts
         is_git_folder = names_below == (".git",)
         in_hidden_folder = any(name.startswith(".") for name in names_below)
 
-        # Walk into the folders that hold no other skill.
-        walked: list[str] = []
+        walked = []
         for name in sorted(folder_names):
-            if name.startswith(".") and not hidden:
-                continue  # a hidden folder has only hidden files
-            if is_git_folder and name != "hooks":
-                continue  # git runs the programs in .git/hooks; all else in .git is data
-            # `glob`, because `exists` raises for a folder that may not be entered.
-            if not any(Path(parent, name).glob(SKILL_FILE)):
+            is_git_data = is_git_folder and name != "hooks"
+            if is_git_data or (name.startswith(".") and not hidden):
+                continue
+            holds_skill = any(Path(parent, name).glob(SKILL_FILE))
+            if not holds_skill:
                 walked.append(name)
         folder_names[:] = walked  # os.walk continues with these
         if is_git_folder:
-            continue  # leave out the files that are directly in .git
+            continue  # its files are data
 
         for name in sorted(file_names):
             is_hidden = in_hidden_folder or name.startswith(".")
@@ -226,17 +236,16 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
 
 
 def as_text(value: Any) -> str:
-    """Return the value of a field as text.
+    """Return the value of a field as text, and the items of a list joined with commas.
 
-    The items of a list are joined with commas, and the result is cut to MAX_HEADER_CHARS. Lists in
-    a list are left out. Maps, NaN, infinity and None become an empty text.
+    Lists in a list are left out. Maps, NaN, infinity and None become an empty text.
     """
     if isinstance(value, bytes):
         return clean_text(value.decode("utf-8", "replace"))
     if isinstance(value, str):
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
-        texts: list[str] = []
+        texts = []
         for item in value[:MAX_ITEMS]:
             if isinstance(item, str):
                 texts.append(as_text(item[:MAX_HEADER_CHARS]))
@@ -253,13 +262,10 @@ def as_text(value: Any) -> str:
 def split_header(text: str) -> tuple[dict[str, Any], str]:
     """Split a SKILL.md into its frontmatter and its body.
 
-    A block between two lines `---` at the beginning is frontmatter if it is empty or has one of the
-    keys that we read. Any other block belongs to the body. A block that is not YAML, such as
-    `description: Use when: x`, is read line by line. If it has a Markdown heading, it is not read:
-    the heading shows that the closing `---` is missing, so there is no frontmatter.
+    A first block between lines `---` is frontmatter if it is empty or has a known key.
 
     Returns:
-        Value by key in lower case; the body. Numbers and booleans stay texts, such as `5` or `yes`.
+        Text, list or map by key in lower case; the body.
     """
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
@@ -282,7 +288,6 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
 def _read_yaml(header: str) -> dict[str, Any] | None:
     """Return the values of a header by key in lower case; None if it is not YAML, or no map."""
     try:
-        # Not the C loader: libyaml overflows the C stack on deeply nested input.
         value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
@@ -294,27 +299,23 @@ def _read_yaml(header: str) -> dict[str, Any] | None:
 def _read_lines(lines: list[str]) -> dict[str, Any]:
     """Read `key: value` lines of a header that is not YAML.
 
-    A line without a key continues the value of the key above. The keys `name` and `description` may
-    be indented, for example by a tab.
+    A line without a key continues the value of the key above.
 
     Returns:
         Value by key in lower case. The value of `metadata` is itself a map.
     """
-    lines_by_key: dict[str, list[str]] = {}
-    key = ""  # the last key above the line
+    lines_by_key = {}
+    key = ""
     for line in lines:
         match = _KEY.match(line)
-        # An indented line may be a key of its own only if the key above has its value beside it.
-        # If nothing or only a mark such as `|` is beside the key above, the line is its value.
-        is_value_beside_key = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
-        if not match and is_value_beside_key:
+        has_value_beside_key = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
+        if not match and has_value_beside_key:
             match = _INDENTED_FIELD.match(line)
         if match:
             key = match[1].lower()
             lines_by_key[key] = [match[2].strip()]
         elif key and line.strip():
             lines_by_key[key].append(line.strip())
-
     fields: dict[str, Any] = {key: _join(values) for key, values in lines_by_key.items()}
     if "metadata" in lines_by_key:
         matches = (_KEY.match(line) for line in lines_by_key["metadata"])
@@ -338,11 +339,7 @@ def first_paragraph(body: str) -> str:
 
     Headings, code, HTML, tables, rules and images are no prose. Empty if there is none.
     """
-    # Remove blocks of code between ``` or ~~~. One that is not closed reaches to the end.
-    without_code = re.sub(
-        r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", "", body, flags=re.MULTILINE | re.DOTALL
-    )
-    for block in re.split(r"\n[ \t]*\n", without_code):
+    for block in re.split(r"\n[ \t]*\n", _CODE_BLOCK.sub("", body)):
         lines = [line.strip().removeprefix("> ").removeprefix("- ") for line in block.split("\n")]
         prose = [line for line in lines if line and not line.startswith(_NO_PROSE)]
         if prose:

@@ -69,7 +69,7 @@ class Pool(Stage):
     @classmethod
     def _parse_sources(cls, value: Any) -> Any:
         """Return the sources as a list. Texts become paths unless they start with `hf:`."""
-        sources: list[Any] = []
+        sources = []
         for source in value if isinstance(value, list | tuple) else [value]:
             is_path = isinstance(source, str) and not source.startswith(HF_PREFIX)
             sources.append(Path(source) if is_path else source)
@@ -139,7 +139,7 @@ class Pool(Stage):
         num_by_path = dict(zip(paths, map(len, merged_by_source), strict=True))
         write_json(out / LOCAL_FILE, num_by_path)
 
-        rules: list[str] = []  # each rule once for a skill
+        rules = []  # each rule once for a skill
         for skill_flags in flags.values():
             rules += {flag.rule for flag in skill_flags}
         return {
@@ -167,14 +167,13 @@ def _count_found(
 
     Args:
         sources: Paths or names of the sources.
-        skills_by_source: Skills of each source that could be read.
-        dropped: Rows of DROPPED from the reading of all sources.
+        skills_by_source: Skills of each source.
+        dropped: Rows of DROPPED. With the filter CUT, the skill was read.
     """
-    # A row with the filter CUT reports a skill with a shortened body. It was read and kept.
     num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
-    num_found: dict[str, int] = {}
+    num_found = {}
     for source, skills in zip(sources, skills_by_source, strict=True):
-        source_in_rows = clean_text(str(source))  # the rows hold cleaned names of sources
+        source_in_rows = clean_text(str(source))
         num_found[str(source)] = len(skills) + num_unreadable[source_in_rows]
     return num_found
 
@@ -209,14 +208,12 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
             "wrong-pool", "no skill of the pool has a category", fix="set categories: taxonomy"
         )
 
-    # The vector of a category is that of its description, or the mean over its skills.
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
-        # A category is encoded like a skill without a body.
         vectors = encoder.encode_skills(
-            [Skill(entry.name, entry.name, entry.description, "") for entry in taxonomy]
+            [Skill(entry.name, entry.name, entry.description, body="") for entry in taxonomy]
         )
     else:
         names, vectors = mean_vectors(
@@ -224,7 +221,7 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
         )
 
     similarities = encoder.encode_skills(uncategorised) @ vectors.T  # [skill, category]
-    nearest = similarities.argmax(axis=1).tolist()  # the first of equally near categories
+    nearest = similarities.argmax(axis=1).tolist()  # the first of equals
     filled = {
         skill.skill_id: replace(skill, category=names[position])
         for skill, position in zip(uncategorised, nearest, strict=True)

@@ -3,6 +3,9 @@
 A flag is a finding in a text and not a verdict on its author. A skill that teaches how to find
 malware may quote some. The recipe decides what happens to flagged skills. By default they are not
 used as positives, and routing shows the flag.
+
+Notes:
+    - Two files can have names that are equal in print. A repeated flag of such files is dropped.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,8 +52,7 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
     fields_and_texts = [(field, getattr(skill, field)) for field in FIELDS]
     fields_and_texts += [(file.field, file.text) for file in files]
 
-    # The key drops repeated flags: two files can have names that are equal in print.
-    flags_by_position: dict[tuple[str, str, int], Flag] = {}
+    flags_by_position = {}
     for field, text in fields_and_texts:
         normalized = normalize_text(text, field, skill)
         for rule in RULES:
@@ -61,11 +63,11 @@ def screen_texts(skill: Skill, files: Iterable[BundledFile]) -> list[Flag]:
 
 def _apply_rule(rule: Rule, text: NormalizedText) -> Iterator[Flag]:
     """Yield flags for a rule's first `MAX_FLAGS` findings in a text, without overlaps."""
-    spans: set[tuple[int, int]] = set()
+    spans = set()
     for check in rule.checks_for(text.kind):
         spans.update(islice(check.find_spans(text), 10 * MAX_FLAGS))
 
-    # Of findings with the same start, the longest comes first.
+    # longest first at each start
     first_spans = sorted(spans, key=lambda span: (span[0], -span[1]))[:MAX_FLAGS]
     previous_end = 0
     for start, full_end in first_spans:
@@ -121,7 +123,7 @@ def read_flags(pool_path: Path) -> dict[str, list[Flag]] | None:
     file = table_path(pool_path, SKILLS).with_name(f"{FLAGS.name}.parquet")
     if not file.is_file():
         return None
-    flags_by_skill: dict[str, list[Flag]] = {}
+    flags_by_skill = {}
     for row in read_table(file, FLAGS).to_pylist():
         skill_id = row.pop("skill_id")
         flags_by_skill.setdefault(skill_id, []).append(Flag(**row))

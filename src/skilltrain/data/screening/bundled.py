@@ -1,4 +1,11 @@
-"""Read the files beside a SKILL.md that belong to the skill."""
+"""Read the files beside a SKILL.md that belong to the skill.
+
+Notes:
+    - Hidden files (.github, .vscode, .claude, git hooks) are screened, because users clone them and
+      some programs run them without asking. They are not copied with a skill.
+    - Links, and the folders of other skills, do not belong to a skill.
+    - A loaded skill lacks the other front matter, but an agent that opens the SKILL.md reads it.
+"""
 
 import os
 import re
@@ -40,16 +47,12 @@ class BundledFile:
 def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[BundledFile], int]:
     """Read the files of a skill's folder, except SKILL.md.
 
-    Links and the folders of other skills do not belong to the skill.
-
     Args:
         folder: The folder of the skill.
-        hidden: Whether to read the hidden files (.github, .vscode, .claude, git hooks) instead of
-            the visible ones. Hidden files are not copied with a skill. They are screened because
-            users clone them and because some programs run them without asking.
+        hidden: Whether to read the hidden files instead of the visible files.
 
     Returns:
-        The files, and the number of files that are unreadable or exceed the limits.
+        The files; the number of unreadable or too large files.
     """
     files = []
     num_bytes = 0
@@ -72,10 +75,7 @@ def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[Bund
 
 
 def read_front_matter(folder: Path) -> BundledFile:
-    """Return what the front matter of a SKILL.md holds beside name and description, as a file.
-
-    A loaded skill does not have it, but an agent that opens the SKILL.md reads it.
-    """
+    """Return the front matter of a SKILL.md, without name and description, as a file."""
     file = folder / SKILL_FILE
     text = file.read_text("utf-8", "replace") if file.is_file() else ""
     fields, _ = split_header(text)

@@ -3,6 +3,15 @@
 Each step undoes one way of hiding a text, in all programming languages at once. A step does not
 change what it does not understand. Repetitions in regular expressions, rounds and added text are
 bounded, so that the time stays linear in the length of the program.
+
+Notes:
+    - All values are read before the first step, because a function may use a variable above its
+      assignment.
+    - A change covers at least one character of the old text, whose position the new text gets.
+    - Decoded escapes with a quotation mark or a backslash are kept, because they could end the
+      literal around them.
+    - A slice whose last bound is zero is kept: a step of zero is an error, and a stop of zero
+      leaves no text.
 """
 
 import base64
@@ -10,6 +19,7 @@ import codecs
 import re
 from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from os.path import commonprefix
@@ -43,6 +53,36 @@ class MappedText(NamedTuple):
     offsets: array | None
 
 
+class Change(NamedTuple):
+    """A span of a text, and the text that replaces it."""
+
+    start: int
+    end: int
+    new_text: str
+
+
+@dataclass
+class StepRunner:
+    """Applies steps to matches, until the steps have added too many characters.
+
+    Attributes:
+        values: Value of each known variable by its name.
+        remaining_growth: Number of characters that the steps may still add.
+    """
+
+    values: Values
+    remaining_growth: int
+
+    def apply(self, step: Step, match: re.Match[str]) -> str | None:
+        """Return the text that a step puts in place of a match, or None to keep the match."""
+        replacement = step(match, self.values)
+        if replacement is None or replacement == match[0]:
+            return None
+        num_added = len(replacement) - len(match[0])
+        self.remaining_growth -= max(0, num_added)
+        return replacement if self.remaining_growth > 0 else None
+
+
 def deobfuscate(program: str) -> MappedText:
     """Write out the hidden texts of a program.
 
@@ -50,27 +90,15 @@ def deobfuscate(program: str) -> MappedText:
         The new program, with the position in the old program of each character.
     """
     values: Values = {}
-    remaining_growth = max(_GROWTH_OF_SHORT_PROGRAM, len(program))  # characters
-
-    def apply(step: Step, match: re.Match[str]) -> str | None:
-        """Return the replacement of a match by a step, or None once the program grew too much."""
-        nonlocal remaining_growth
-        replacement = step(match, values)
-        if replacement is None or replacement == match[0]:
-            return None
-        remaining_growth -= max(0, len(replacement) - len(match[0]))
-        return replacement if remaining_growth > 0 else None
-
-    # Fill `values`. A variable may be used above its assignment, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
         _remember_assignment(assignment, values)
 
-    # Run all steps until a round changes nothing.
+    runner = StepRunner(values, max(_GROWTH_OF_SHORT_PROGRAM, len(program)))
     mapped = MappedText(program, None)
     for _ in range(_NUM_ROUNDS):
         old_text = mapped.text
         for regex, step in _STEPS:
-            mapped = replace_matches(mapped, regex, partial(apply, step))
+            mapped = replace_matches(mapped, regex, partial(runner.apply, step))
         if mapped.text == old_text:
             break
     return mapped
@@ -83,60 +111,51 @@ def replace_matches(
 ) -> MappedText:
     """Replace the matches of `regex`, and keep the original position of each character.
 
-    A prefix or suffix that a match and its replacement have in common keeps its positions. The
-    other new characters get positions that are spread evenly over the replaced text.
-
     Args:
         mapped: The text to change.
         regex: What to replace.
         replace: Returns the replacement of a match, or None to keep the match.
     """
+    changes = []
+    for match in regex.finditer(mapped.text):
+        replacement = replace(match)
+        if replacement is not None:
+            changes.append(_change_of(match, replacement))
+    return _apply_changes(mapped, changes) if changes else mapped
+
+
+def _apply_changes(mapped: MappedText, changes: Sequence[Change]) -> MappedText:
+    """Apply changes to a text. New characters get positions spread over the old span."""
     text = mapped.text
     old_offsets = range(len(text)) if mapped.offsets is None else mapped.offsets
     pieces = []
     offsets = array("l")
     copied_end = 0
-    for match in regex.finditer(text):
-        replacement = replace(match)
-        if replacement is None:
-            continue
-        start, end, new_text = _changed_part(match, replacement)
-
-        # Copy the text up to the match, then add the new text.
+    for start, end, new_text in changes:
         pieces += [text[copied_end:start], new_text]
         offsets.extend(old_offsets[copied_end:start])
         offsets.extend(_spread(old_offsets[start:end], len(new_text)))
         copied_end = end
 
-    if not pieces:
-        return mapped
     pieces.append(text[copied_end:])
     offsets.extend(old_offsets[copied_end:])
     return MappedText("".join(pieces), offsets)
 
 
-def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str]:
-    """Return the part of a match that its replacement changes.
+def _change_of(match: re.Match[str], replacement: str) -> Change:
+    """Return the change to a match, without the prefix and suffix that both texts share.
 
-    The common prefix and the common suffix of the match and its replacement do not change. The
-    changed part has at least one character of the match: the new text gets its position.
-
-    Returns:
-        Start and end of the changed part in the searched text; the new text of the part.
+    The change covers at least one character of the match.
     """
-    # Cut off the common prefix.
     old = match[0]
     prefix_chars = min(_num_common_chars(old, replacement), len(old) - 1)
     old = old[prefix_chars:]
     new = replacement[prefix_chars:]
 
-    # Cut off the common suffix. The first characters of `old` and `new` are never part of it.
-    suffix_chars = 0
-    if new:
-        common_chars = _num_common_chars(old[::-1], new[::-1])
-        suffix_chars = min(common_chars, len(old) - 1, len(new) - 1)
+    max_suffix_chars = max(0, min(len(old), len(new)) - 1)
+    suffix_chars = min(_num_common_chars(old[::-1], new[::-1]), max_suffix_chars)
     new_end = len(new) - suffix_chars
-    return match.start() + prefix_chars, match.end() - suffix_chars, new[:new_end]
+    return Change(match.start() + prefix_chars, match.end() - suffix_chars, new[:new_end])
 
 
 def _num_common_chars(first: str, second: str) -> int:
@@ -165,8 +184,11 @@ def decode_base64(literal: str) -> bytes:
 
 _LITERAL = re.compile(expand("<STRING>"), re.I)
 _NUMBER = re.compile(expand("<NUMBER>"), re.I)
+
 _ASSIGNMENT = re.compile(expand("<ASSIGNMENT>"), re.I)
 _VARIABLE_USE = re.compile(expand("<VARIABLE_USE>"), re.I)
+# `${braced}`, `$plain`, `#{ruby}`, `{format}` and `%batch%`
+_VARIABLE_GROUPS = ("braced", "plain", "ruby", "format", "batch")
 _OPERAND = re.compile(expand("<STRING>|<OPERAND>"), re.I)
 _ARGUMENT = re.compile(expand(r"<STRING>|\$?[\w.]{1,40}(?:\{\w{1,12}\})?"), re.I)
 _QUOTES = ('"', "'")
@@ -191,7 +213,6 @@ def _literal_texts(code: str | None) -> list[str]:
 
 def _evaluate(number: str) -> int:
     """Return the value of a number, or of two joined by `+`, `-` or `^`: 0x41, 70-5, 64^1."""
-    # The digits of a number, and perhaps an operator and more digits.
     first_digits, operator, second_digits = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", number)[0]
     first = _parse_integer(first_digits)
     if not operator:
@@ -215,6 +236,20 @@ _SUSPICIOUS_DECODED = re.compile(rf"[./]\w|{expand('<DANGEROUS_WORD>')}", re.I)
 _WORD_OR_PATH = re.compile(r"[a-z]{4}|[a-z]{2}[./]|/\w", re.I)
 _PLACEHOLDER = re.compile(r"\{(\d?)\}|%[sdc]")
 _NAME_PATH = re.compile(r"[\w.:/-]{1,40}")
+# Code that names a decoder, in lower case. Only rot13 needs ranges of letters.
+_ROT13_CODE = re.compile("rot|a-z|n-z")  # `str_rot13(`, `tr a-z n-za-m`
+_REVERSE_CODE = re.compile(r"\brev|strrev")  # `rev`, `reversed(`, `strrev(`
+_URL_CODE = re.compile("unquote|uri|urldecode")  # `decodeURIComponent(`
+_HEX_CODE = re.compile(r"hex|xxd|h\*")  # `fromhex(`, `xxd -r -p`, `pack("H*",`
+# Groups of the syntaxes `[list1].join(separator1)`, `[list1] -join separator2`,
+# `%w[words].join(separator3)`, `separator4.join([list2])` and `implode('', [list3])`
+_SEPARATOR_GROUPS = ("separator1", "separator2", "separator3", "separator4")
+_LIST_GROUPS = ("list1", "list2", "list3")
+# Numbers in the groups `ownerN` and `nameN` of lookups by name: 1 `getattr(owner, name)`,
+# 2 `owner["name"](`, 3 `window["name"]` and the like, 4 `__import__("name")`, 5 `owner.send(:name)`
+_LOOKUP_FORMS = range(1, 6)
+_GETATTR_FORM = 1
+_IMPORT_FORM = 4
 
 
 def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
@@ -224,8 +259,9 @@ def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
         for hexadecimal, octal in _ESCAPE.findall(match[0])
     ]
     decoded = "".join(map(chr, codes))
-    if not decoded.isprintable() or any(char in "\"'\\" for char in decoded):
-        return None  # it could end the literal around it
+    could_end_literal = re.search(r"[\"'\\]", decoded)
+    if could_end_literal or not decoded.isprintable():
+        return None
     return decoded
 
 
@@ -233,8 +269,7 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`.
 
     Returns:
-        The new text. None keeps the match: the codes are no printable text, or a list of numbers
-        has no word and no path in it.
+        The new text; None if the codes are no text, or a list without a word or path.
     """
     codes = [_evaluate(number) for number in _NUMBER.findall(match[0])]
     is_text = all(ord("\t") <= code < _MAX_ASCII for code in codes)
@@ -242,12 +277,8 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
         return None
     decoded = "".join(map(chr, codes))
     literal = _quote(re.sub(r"\s", " ", decoded))
-    if literal is None:
-        return None
-    if match["call"]:
+    if literal is None or match["call"]:
         return literal
-
-    # The match is a list of numbers. The new text has the same brackets.
     if not _WORD_OR_PATH.search(decoded):
         return None
     opening_bracket = match[0][0]
@@ -276,39 +307,36 @@ def _decode(literal: str, code_around: str) -> str | None:
 
     Args:
         literal: The encoded text.
-        code_around: The call or command that decodes it. If it names no decoder, it is base64.
+        code_around: The call or command that decodes the literal.
 
     Returns:
         The decoded text; None if the literal cannot be decoded.
     """
     code = code_around.lower()
+    if _ROT13_CODE.search(code):
+        return codecs.encode(literal, "rot13")  # its own inverse
+    if code.startswith("tr -d"):
+        deleted_character = code_around.strip("\"' ")[-1:]
+        return literal.replace(deleted_character, "")
+    if _REVERSE_CODE.search(code):
+        return literal[::-1]
+    if _URL_CODE.search(code):
+        return unquote(literal)
     try:
-        # Decoders that return a text.
-        # `str_rot13(`, `tr a-z n-za-m`. Only rot13 needs ranges of letters.
-        is_rot13 = "rot" in code or re.search("a-z|n-z", code)
-        if is_rot13:
-            return codecs.encode(literal, "rot13")  # rot13 is its own inverse
-        if code.startswith("tr -d"):  # `tr -d 'X'` deletes each X
-            command = code_around.strip("\"' ")
-            deleted_character = command[-1:]  # the X before the closing quote
-            return literal.replace(deleted_character, "")
-        if re.search(r"\brev", code) or "strrev" in code:  # `rev`, `reversed(`, `strrev(`
-            return literal[::-1]
-        if "unquote" in code or "uri" in code or "urldecode" in code:  # `decodeURIComponent(`
-            return unquote(literal)
-
-        # Decoders that return bytes.
-        if re.search(r"hex|xxd|h\*", code):  # `fromhex(`, `xxd -r -p`, `pack("H*",`
-            content = bytes.fromhex(re.sub(r"\s", "", literal))
-        elif "32" in code:  # `b32decode(`
-            content = base64.b32decode(literal)
-        elif "85" in code:  # `b85decode(`
-            content = base64.b85decode(literal)
-        else:
-            content = decode_base64(literal)
-        return content.replace(b"\0", b"").decode()
+        return _decode_bytes(literal, code).replace(b"\0", b"").decode()
     except ValueError:
         return None
+
+
+def _decode_bytes(literal: str, code: str) -> bytes:
+    """Decode a literal with the decoder named in `code`, or as base64 if none is named."""
+    if _HEX_CODE.search(code):
+        return bytes.fromhex(re.sub(r"\s", "", literal))
+    if "32" in code:  # `b32decode(`
+        return base64.b32decode(literal)
+    if "85" in code:  # `b85decode(`
+        return base64.b85decode(literal)
+    return decode_base64(literal)
 
 
 def _apply_replace(match: re.Match[str], _: Values) -> str | None:
@@ -327,10 +355,9 @@ def _apply_slice(match: re.Match[str], _: Values) -> str | None:
     text = _unquote(match["literal"])
     if not match["slice"]:
         return _quote(text[::-1])
-    # Start, stop and step. An empty one is None.
     bounds = [int(bound) if bound.strip() else None for bound in match["slice"].split(":")]
     if bounds[-1] == 0:
-        return None  # a step of zero is an error, and a stop of zero leaves no text
+        return None  # an error or no text
     return _quote(text[slice(*bounds)])
 
 
@@ -339,16 +366,13 @@ def _join_literals(match: re.Match[str], _: Values) -> str | None:
 
     Return None to keep the match, if the separator is long.
     """
-    # Each syntax has its own groups: `[list1].join(separator1)`, `[list1] -join separator2`,
-    # `%w[words].join(separator3)`, `separator4.join([list2])`, `implode('', [list3])`.
-    separator = _first_group(match, "separator1", "separator2", "separator3", "separator4")
-    separator = _unquote(separator) if separator else ""
+    separator = _unquote(_first_group(match, *_SEPARATOR_GROUPS))
     if len(separator) > _MAX_SEPARATOR_CHARS:
         return None
     if match["words"]:
-        texts = match["words"].split()  # words without quotes
+        texts = match["words"].split()
     else:
-        texts = _literal_texts(_first_group(match, "list1", "list2", "list3"))
+        texts = _literal_texts(_first_group(match, *_LIST_GROUPS))
     return _quote(separator.join(texts))
 
 
@@ -360,25 +384,26 @@ def _first_group(match: re.Match[str], *names: str) -> str:
 def _fill_template(match: re.Match[str], _: Values) -> str | None:
     """Fill a template: `"{1}{0}" -f 'a','b'`, `'%s%s' % ('a', 'b')`, `printf '%d.%d' 0x7f 1`."""
     template = _unquote(match["template"])
-    values = _literal_texts(match["args"])
-    if not values:
-        numbers = re.findall(r"0x[0-9a-f]{2}|\d{1,3}", match["args"], re.I)
-        values = [str(_parse_integer(number)) for number in numbers]
+    values = _template_values(match["args"])
     next_values = iter(values)
 
     def fill(placeholder: re.Match[str]) -> str:
         """Return the value of a placeholder: with an index the value there, else the next one."""
         index = placeholder[1]
-        if index and int(index) < len(values):
-            value = values[int(index)]
-        else:
-            value = next(next_values, "?")
+        has_value = index and int(index) < len(values)
+        value = values[int(index)] if has_value else next(next_values, "?")
         if placeholder[0] == "%c" and value.isdecimal() and int(value) < _MAX_ASCII:
             return chr(int(value))
         return value
 
     filled = _PLACEHOLDER.sub(fill, template)
     return _quote(filled) if filled != template else None
+
+
+def _template_values(arguments: str) -> list[str]:
+    """Return the texts of literals in a list of arguments, or else its numbers as texts."""
+    numbers = re.findall(r"0x[0-9a-f]{2}|\d{1,3}", arguments, re.I)
+    return _literal_texts(arguments) or [str(_parse_integer(number)) for number in numbers]
 
 
 def _concatenate(match: re.Match[str], values: Values) -> str | None:
@@ -389,23 +414,20 @@ def _concatenate(match: re.Match[str], values: Values) -> str | None:
         values: Value of each known variable by its name.
 
     Returns:
-        The concatenation, or None if no two operands could be joined.
+        The concatenation; None if nothing was joined.
     """
-    operands: list[str] = _OPERAND.findall(match[0])
+    operands = _OPERAND.findall(match[0])
 
     def has_value(operand: str) -> bool:
         return _value_of(operand, values) is not None
 
-    # Neighbours that have a value become one literal.
     pieces = []
-    for have_values, group in groupby(operands, has_value):
+    for have_values, neighbours in groupby(operands, has_value):
         if have_values:
-            text = "".join(_value_of(operand, values) or "" for operand in group)
-            literal = _quote(text)
-            # None is for an empty or unprintable text. Both become the empty literal `""`.
-            pieces.append('""' if literal is None else literal)
+            text = "".join(_value_of(operand, values) or "" for operand in neighbours)
+            pieces.append(_quote(text) or '""')
         else:
-            pieces += group
+            pieces += neighbours
     return " + ".join(pieces) if len(pieces) < len(operands) else None
 
 
@@ -436,51 +458,41 @@ def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
     """
     name = match["name"].lower()
     is_quoted = match["bare"] is None
-    old_code = match["value"] if is_quoted else match["bare"]  # right side of the assignment
-
-    # Replace the variables in the right side. Unknown variables stay.
+    old_code = match["value"] if is_quoted else match["bare"]
     new_code = _VARIABLE_USE.sub(lambda use: _resolve_variable(use, values) or use[0], old_code)
     value = _unquote(new_code) if is_quoted else new_code
-
-    # Remember a known value. An unknown value replaces the old value, so forget that.
     is_known = 0 < len(value) <= _MAX_VALUE_CHARS and "$" not in value
     if is_known:
         values[name] = value
     else:
         values.pop(name, None)
 
-    # Write the assignment again. A bare known value gets quotes. A quoted one has them already.
     if "$" not in old_code:
-        return None  # it uses no variable
+        return None
     if is_known and not is_quoted:
-        new_code = _quote(value) or new_code  # an unprintable text cannot be quoted
-    left_side = match[0].removesuffix(old_code)
-    return left_side + new_code
+        new_code = _quote(value) or value
+    return match[0].removesuffix(old_code) + new_code
 
 
 def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
     """Return the value of a variable where it is used, or None if the value is unknown.
 
-    The operations of a shell are applied: `${x:FIRST:LENGTH}` is a part of the value,
-    `${x/OLD/NEW}` and `${x//OLD/NEW}` replace a text in it, and `${x:-DEFAULT}` has a default.
-
     Args:
         use: Match of `_VARIABLE_USE`.
         values: Value of each known variable by its name.
     """
-    # The groups stand for `${braced}`, `$plain`, `#{ruby}`, `{format}` and `%batch%`.
-    name = _first_group(use, "braced", "plain", "ruby", "format", "batch").lower()
+    name = _first_group(use, *_VARIABLE_GROUPS).lower()
     if name.startswith("ifs") and use[0].startswith("$"):
-        return " "  # the field separator of a shell, used in place of a space
+        return " "  # a shell's field separator
     value = values.get(name)
     if value is None:
-        return use["default"]  # None without a default
+        return use["default"]  # `${x:-DEFAULT}`
 
-    if use["first"] is not None:
+    if use["first"] is not None:  # `${x:FIRST:LENGTH}`
         first = int(use["first"])
         end = first + int(use["length"])
         return value[first:end]
-    if use["old"]:
+    if use["old"]:  # `${x/OLD/NEW}`
         max_replacements = -1 if use["all"] else 1
         return value.replace(use["old"], use["new"], max_replacements)
     return value
@@ -505,31 +517,22 @@ def _remove_inner_quotes(match: re.Match[str], _: Values) -> str:
 def _resolve_attribute(match: re.Match[str], values: Values) -> str | None:
     """Write a lookup by name as an attribute: `getattr(os, "system")` is `os.system`.
 
-    Return None to keep the match, if the name is in an unknown variable or cannot be a name.
+    Returns:
+        The attribute; None if the name is unknown or no name.
     """
-    # Each form of lookup has its own groups:
-    # 1. `getattr(owner1, name1)`
-    # 2. `owner2["name2"](`
-    # 3. `owner3["name3"]`, where the owner is `window` or the like
-    # 4. `owner4("name4")`, where the owner is `__import__` or the like
-    # 5. `owner5.send(:name5)`
-    form = next(number for number in range(1, 6) if match[f"name{number}"])
+    form = next(number for number in _LOOKUP_FORMS if match[f"name{number}"])
     name = match[f"name{form}"]
-    is_getattr = form == 1
-    is_import = form == 4
-    owner = match[f"owner{form}"] or ""
-    if is_import:
-        owner = ""  # `__import__("os")` is the module itself
-
-    # A literal ends in a quotation mark. Before the first one there may be a prefix: `b"system"`.
     if name.endswith(_QUOTES):
         name = _unquote(name)
-    elif is_getattr:
-        name = values.get(name.lower(), "")  # getattr(os, variable)
+    elif form == _GETATTR_FORM:
+        name = values.get(name.lower(), "")
     if not _NAME_PATH.fullmatch(name):
         return None
-    attribute = f"{owner}.{name}"
-    return attribute.lstrip(".")  # without an owner, it begins with the dot
+
+    owner = match[f"owner{form}"] or ""
+    if form == _IMPORT_FORM:
+        owner = ""  # the module itself
+    return f"{owner}.{name}".lstrip(".")
 
 
 # They run in the order of rules.yaml.

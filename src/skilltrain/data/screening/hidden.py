@@ -2,6 +2,12 @@
 
 These are invisible characters ("Trojan Source", CVE-2021-42574), words that mix letters of two
 scripts, and lists of keywords that are unrelated to the skill.
+
+Notes:
+    - Emojis and some scripts need joiners. Between Latin letters joiners only split a word.
+    - A regional flag is the emoji of a black flag with tags.
+    - Direction overrides have no common use.
+    - A description in another language than the body shares no words with it anyway.
 """
 
 import re
@@ -22,7 +28,7 @@ _MIN_REPEATS = 8
 _MIN_REPEATED_SHARE = 0.5  # share of the description's words that are the same word
 
 _VARIATION_SELECTORS = "\ufe00-\ufe0f\U000e0100-\U000e01ef"
-_TWO_SELECTORS = re.compile(f"[{_VARIATION_SELECTORS}]{{2}}")
+
 _INVISIBLE_RUN = re.compile(
     f"(?P<override>[{OVERRIDES}]+)"
     f"|(?P<direction>[{DIRECTIONS}]+)"
@@ -34,7 +40,10 @@ _RIGHT_TO_LEFT = re.compile("[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]")
 _BLACK_FLAG = "\U0001f3f4"  # begins the emoji of a regional flag
 _FLAG_TAGS = re.compile("[\U000e0030-\U000e0039\U000e0061-\U000e007a]{2,6}\U000e007f")
 _MAX_JOINERS = 2  # a longer run is not a typing error
-_MAX_SELECTORS = 2
+_MAX_SELECTORS = 2  # two in a row may be a slip, such as a repeated emoji selector U+FE0F
+# Later selectors choose a variant of a Han character, which takes only one selector. So a run that
+# ends in such a selector is not a slip.
+_LAST_BASIC_SELECTOR = "\uffff"
 _DIRECTION_CONTEXT_CHARS = 400
 
 
@@ -46,8 +55,6 @@ def find_keyword_stuffing(text: NormalizedText) -> Spans:
     description = text.normalized
     body = text.skill.body.lower() if text.skill else ""
     spans = [*_unrelated_list(description, body), *_repeated_word(description)]
-
-    # A description in another language than the body shares no words with it anyway.
     if spans and language_of(description) == language_of(body):
         yield from spans
 
@@ -76,10 +83,8 @@ def find_hidden_characters(text: NormalizedText) -> Spans:
     original = text.original
     if original.isascii():
         return
-    if text.offsets is None and not _TWO_SELECTORS.search(original):
-        return  # no character was removed, so only selectors could be found
     for run in _INVISIBLE_RUN.finditer(original):
-        if not _is_legitimate(original, run):
+        if not (_is_explained(original, run) or _is_legitimate(original, run)):
             yield run.span()
 
 
@@ -93,25 +98,19 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
     characters = run[0]
     previous = text[max(0, run.start() - 1) : run.start()]
     following = text[run.end() : run.end() + 1]
-    if len(characters) == 1 and _is_explained(text, run):
-        return True
     match run.lastgroup:
         case "joiner":
-            # Emojis and some scripts need joiners. Between Latin letters they only split a word.
             splits_word = all(map(_is_written_without_joiners, (previous, following)))
             return len(characters) <= _MAX_JOINERS and not splits_word
         case "direction":
             return _is_near_right_to_left_letters(text, run)
         case "tag":
-            # A regional flag is the emoji of a black flag with tags.
             return previous == _BLACK_FLAG and bool(_FLAG_TAGS.fullmatch(characters))
         case "selector":
-            # A run has at least two selectors. Two in a row may be a slip, such as a repeated
-            # emoji selector U+FE0F. Selectors above U+FFFF choose a variant of a Han character. A
-            # Han character takes only one selector, so a run that ends in one is not a slip.
-            return len(characters) <= _MAX_SELECTORS and ord(characters[-1]) <= 0xFFFF
+            may_be_slip = characters[-1] <= _LAST_BASIC_SELECTOR
+            return len(characters) <= _MAX_SELECTORS and may_be_slip
         case _:
-            return False  # direction overrides have no common use
+            return False
 
 
 def _is_written_without_joiners(character: str) -> bool:
@@ -124,7 +123,9 @@ def _is_written_without_joiners(character: str) -> bool:
 
 
 def _is_explained(text: str, run: re.Match[str]) -> bool:
-    """Return whether the text before a character states its number, as a lesson does: `U+202E`."""
+    """Return whether the text before a single character states its number: `U+202E`."""
+    if len(run[0]) > 1:
+        return False
     window_start = max(0, run.start() - _DIRECTION_CONTEXT_CHARS)
     return f"u+{ord(run[0]):04x}" in text[window_start : run.start()].lower()
 

@@ -3,6 +3,12 @@
 Examples are a command that decodes what it runs, a server addressed by its IP address, a command
 from a paste site, and a program from an unknown page. A command that is only mentioned ("blocks
 `base64 -d | bash`") has nothing to decode, so it is not a lure.
+
+Notes:
+    - Rot13 keeps the position of each character. A reversal counts the positions from the end.
+    - A harmless program has a dangerous word in its original text, or one variable with the whole
+      word. A scanner may have the word because it looks for attacks.
+    - Most gists are not commands, so an instruction to run a gist is no lure.
 """
 
 import codecs
@@ -48,31 +54,40 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
     normalized = text.normalized
     previous_end = 0
     for decoder in _DECODER.finditer(normalized):
-        # The text before the decoder begins with its line, or after an earlier decoder in the line.
-        # It is cut to _MAX_PAYLOAD_CHARS.
         line_start = normalized.rfind("\n", previous_end, decoder.start()) + 1
         text_start = max(previous_end, line_start, decoder.start() - _MAX_PAYLOAD_CHARS)
         text_before = normalized[text_start : decoder.start()]
         previous_end = decoder.end()
 
-        # Another command may run the result: `eval $(base64 -d FILE)`.
-        substitution = _RUN_SUBSTITUTION.search(text_before)
-        if not _shell_runs_result(decoder, is_substituted=substitution is not None):
-            continue
+        is_piped = text_before.rstrip(" \\").endswith("|")  # `echo PAYLOAD | base64 -d`
+        command_start = _find_command(decoder, text_before, is_piped)
+        if command_start is not None:
+            start = text_start + command_start
+            sample_start = start if is_piped else decoder.start()
+            if not text.is_sample(sample_start, decoder.end()):
+                yield start, decoder.end()
 
-        # Find the start of the command in `text_before`, and whether the command has a payload.
-        # The text from `sample_start` may be shown as an example of an attack.
-        if text_before.rstrip(" \\").endswith("|"):  # `echo PAYLOAD | base64 -d`
-            source = text_before.rstrip(" \\|")
-            command_start = substitution.start() if substitution else _last_command_start(source)
-            has_payload = _PAYLOAD.search(source, command_start)
-            sample_start = text_start + command_start
-        else:  # `base64 -d FILE`
-            command_start = substitution.start() if substitution else len(text_before)
-            has_payload = _has_operand(decoder)
-            sample_start = decoder.start()
-        if has_payload and not text.is_sample(sample_start, decoder.end()):
-            yield text_start + command_start, decoder.end()
+
+def _find_command(decoder: re.Match[str], text_before: str, is_piped: bool) -> int | None:
+    """Return where a command begins that decodes a payload and runs the result.
+
+    Args:
+        decoder: Match of `_DECODER`.
+        text_before: Text before the decoder.
+        is_piped: Whether this text pipes into the decoder.
+
+    Returns:
+        Position in `text_before`, or None.
+    """
+    substitution = _RUN_SUBSTITUTION.search(text_before)  # `eval $(base64 -d FILE)`
+    if not _shell_runs_result(decoder, is_substituted=substitution is not None):
+        return None
+    if is_piped:
+        source = text_before.rstrip(" \\|")
+        start = substitution.start() if substitution else _last_command_start(source)
+        return start if _PAYLOAD.search(source, start) else None
+    start = substitution.start() if substitution else len(text_before)
+    return start if _has_operand(decoder) else None
 
 
 def _shell_runs_result(decoder: re.Match[str], is_substituted: bool) -> bool:
@@ -116,8 +131,7 @@ _ORDER = re.compile(expand("(?i:<RISKY_ORDER>|<AN_ORDER>)"))
 _REVERSAL = re.compile(r"\[::-1\]|\breverse(?:d)?\(|\|\s{0,3}rev\b|strrev|\[array\]::reverse")
 _ROT13 = re.compile(r"rot_?13|n-za-m")
 
-_ZLIB_START = b"\x78"
-_GZIP_START = b"\x1f\x8b"
+_COMPRESSED_STARTS = (b"\x78", b"\x1f\x8b")  # of zlib and gzip
 _ZLIB_OR_GZIP = 47  # `wbits` of zlib: 32 detects the format, 15 is the largest window
 _MAX_DECOMPRESSED_BYTES = 65_536
 _MAX_NESTED_LITERALS = 3
@@ -132,30 +146,23 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
     is_program = text.kind == "program"
     pattern = _COMMAND if is_program else _ORDER
     for literal in _LITERAL.finditer(original):
-        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
         is_example = not is_program and text.is_sample(*literal.span())
-        if not is_example and any(pattern.search(decoded) for decoded in decoded_texts):
+        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
+        if not is_example and any(map(pattern.search, decoded_texts)):
             yield literal.span()
-
-    # Rot13 keeps the position of each character, so its spans are those of the original.
     if _ROT13.search(text.normalized):
         for match in pattern.finditer(codecs.encode(original, "rot13")):
             yield match.span()
-
-    # A reversal counts the positions from the end of the original.
     if _REVERSAL.search(text.normalized):
         for match in pattern.finditer(original[::-1]):
             yield len(original) - match.end(), len(original) - match.start()
 
 
 def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
-    """Yield the text that an encoded literal decodes to.
-
-    A literal is a list of decimal bytes, hex or base64. It may be compressed with zlib or gzip. If
-    the decoded text begins with another encoded literal, then that is decoded too, and so on.
+    """Yield the text of an encoded literal, then the texts of literals nested at its start.
 
     Args:
-        literal: Match of `_LITERAL`. Its group says the encoding.
+        literal: Match of `_LITERAL`.
         max_nested: How many literals to decode within this one.
     """
     try:
@@ -165,12 +172,11 @@ def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
             content = bytes.fromhex(re.sub(r"\\x|0x|[\s,]", "", literal[0]))
         else:
             content = decode_base64(literal[0])
-        if content.startswith((_ZLIB_START, _GZIP_START)):
+        if content.startswith(_COMPRESSED_STARTS):
             decompressor = zlib.decompressobj(_ZLIB_OR_GZIP)
             content = decompressor.decompress(content, _MAX_DECOMPRESSED_BYTES)
     except (ValueError, zlib.error):
         return
-
     decoded = content.replace(b"\0", b"").decode("latin-1")
     yield decoded
     nested = _LITERAL.match(decoded) if max_nested else None
@@ -189,23 +195,19 @@ _CONTEXT_CHARS = 40
 def find_assembled_words(text: NormalizedText) -> Spans:
     """Find dangerous words, such as `eval`, that a program assembles from pieces.
 
-    A harmless program has the word in its original text too. So a word that is only in the
-    deobfuscated text was assembled.
+    Such a word is in the deobfuscated text, but not in the original text.
     """
     if text.offsets is None:
         return  # nothing was deobfuscated
-    for match in _ASSEMBLED_WORD.finditer(text.normalized):
-        # The original around the position of the word.
-        start, end = text.original_span(*match.span())
+    for word in _ASSEMBLED_WORD.finditer(text.normalized):
+        start, end = text.original_span(*word.span())
         context_start = max(0, start - _CONTEXT_CHARS)
         context = text.original[context_start : end + _CONTEXT_CHARS].lower()
-        # A variable that holds the whole word is harmless as well.
         is_variable = _VARIABLE.match(text.original, start, end) is not None
-        if match[0] in context or is_variable:
+        if word[0] in context or is_variable:
             continue
-        # A scanner may contain the word because it looks for attacks.
-        if not text.has_warning(*match.span()):
-            yield match.span()
+        if not text.has_warning(*word.span()):
+            yield word.span()
 
 
 # Servers addressed by IP address --------------------------------------------------------------
@@ -222,13 +224,13 @@ _EXAMPLE_ADDRESSES = (
     "1.0.0.1",
     "8.8.4.4",
 )
-_KNOWN_URLS = ("20.102.90.50:2017/wiki17",)  # an index in the manual of DSPy
+_KNOWN_URL = "20.102.90.50:2017/wiki17"  # an index in the manual of DSPy
 
 
 def find_ip_addresses(text: NormalizedText) -> Spans:
     """Find public servers that are addressed by their IP address instead of a name."""
     for match in _ADDRESS.finditer(text.normalized):
-        is_known = any(url in match[0] for url in _KNOWN_URLS)
+        is_known = _KNOWN_URL in match[0]
         if _is_public(_host_of(match)) and not is_known and not text.is_sample(*match.span()):
             yield match.start(), match.start() + len(match[0].rstrip(".,;:"))
 
@@ -275,13 +277,11 @@ def find_paste_links(text: NormalizedText) -> Spans:
     for link in _PASTE_URL.finditer(text.normalized):
         text_before = text.line_before(link.start(), 120)
         text_after = text.normalized[link.end() : link.end() + 120]
-
-        # The content is run by a shell, or the reader is asked to run it.
-        is_run = _PIPE_TO_SHELL.match(text_after) or _SHELL_BEFORE.search(text_before)
+        shell_runs_it = _PIPE_TO_SHELL.match(text_after) or _SHELL_BEFORE.search(text_before)
         asks_to_visit = _VISIT_INSTRUCTION.search(text_before)
         asks_to_run = asks_to_visit and _RUN_INSTRUCTION.search(text_after)
-        # Most gists are not commands, so an instruction does not suffice for them.
-        if is_run or (asks_to_run and "gist." not in link[0]):
+        is_gist = "gist." in link[0]
+        if shell_runs_it or (asks_to_run and not is_gist):
             yield link.span()
 
 
@@ -307,34 +307,33 @@ _KNOWN_HOST = re.compile(rf"(?:^|\.){expand('<KNOWN_HOST>')}$")
 
 
 def find_external_programs(text: NormalizedText) -> Spans:
-    """Find passages that tell the reader to install a program before they use the skill.
-
-    The program comes from an unknown page.
-    """
-    normalized = text.normalized
+    """Find passages that tell the reader to install a program from an unknown page before use."""
     previous_end = 0
-    for requirement in _REQUIREMENT.finditer(normalized):
+    for requirement in _REQUIREMENT.finditer(text.normalized):
         if requirement.start() < previous_end:
             continue
-
-        # Find the first URL of an unknown page after the requirement. The positions of `url` are
-        # in `text_after`.
-        text_after = normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
+        text_after = text.normalized[requirement.end() : requirement.end() + _MAX_URL_DISTANCE]
         url = next(filter(_is_unknown_source, _URL.finditer(text_after)), None)
-        if url is None:
-            continue
-
-        # The text up to the URL, and a little after it, says to download something.
-        download_end = url.end() + _URL_CONTEXT_CHARS
-        is_download = _DOWNLOAD_INSTRUCTION.search(text_after[:download_end])
-
-        # The text around the requirement, or the text after the URL, says to do so before use.
-        context_start = max(0, requirement.start() - _REQUIREMENT_CONTEXT_CHARS)
-        context_end = requirement.end() + _REQUIREMENT_CONTEXT_CHARS
-        context = normalized[context_start:context_end] + text_after[url.end() :]
-        if is_download and _BEFORE_USE.search(context):
+        if url and _says_to_download_before_use(requirement, url):
             previous_end = requirement.end() + url.end()
             yield requirement.start(), previous_end
+
+
+def _says_to_download_before_use(requirement: re.Match[str], url: re.Match[str]) -> bool:
+    """Return whether a passage says to download something from a URL before use.
+
+    Args:
+        requirement: Match of `_REQUIREMENT` in the whole text.
+        url: Match of `_URL` in the text after the requirement.
+    """
+    text_after = url.string
+    download_end = url.end() + _URL_CONTEXT_CHARS
+    is_download = _DOWNLOAD_INSTRUCTION.search(text_after[:download_end])
+
+    context_start = max(0, requirement.start() - _REQUIREMENT_CONTEXT_CHARS)
+    context_end = requirement.end() + _REQUIREMENT_CONTEXT_CHARS
+    context = requirement.string[context_start:context_end] + text_after[url.end() :]
+    return bool(is_download and _BEFORE_USE.search(context))
 
 
 def _is_unknown_source(url: re.Match[str]) -> bool:

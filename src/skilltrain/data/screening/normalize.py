@@ -1,4 +1,13 @@
-"""Normalise a text for the rules: undo disguises, and keep each character's original position."""
+"""Normalise a text for the rules: undo disguises, and keep each character's original position.
+
+Notes:
+    - An attacker can put an order in quotation marks, but then many models do not follow it either.
+    - An agent reads what a program prints, and may take it for an order, even in quotation marks.
+      Only a program about security may print an order as an example.
+    - Quotation marks and a program's comments do not excuse a command. Commands are usually quoted.
+    - Words about tests of a scanner never excuse a bundled program, because it can be run.
+    - Python lowers İ to two characters, so only the text between two İ is lowered.
+"""
 
 import dataclasses
 import html
@@ -32,6 +41,10 @@ _TWO_LATIN_LETTERS = re.compile("[a-z].{0,54}[a-z]")  # a mixed word has at most
 # Other names for what a program calls: `import subprocess as x`, `p = process`.
 _ALIAS = re.compile(expand("<ALIAS>"))
 _MAX_ALIASES = 50
+# Around the use of an alias: not in a string or path; before an attribute, a bracket or a comma.
+_ALIAS_START = r"(?<![\w.$\"'/-])"
+_ALIAS_END = r"(?=\.\w|[(),])"
+
 
 # Kinds of files: requirements.txt is for programs, notes.txt is for readers.
 _DEPENDENCY_LIST = re.compile(r"(?:requirements|constraints)[\w.-]{0,40}\.txt$|cmakelists\.txt$")
@@ -119,47 +132,37 @@ class NormalizedText:
         return self.normalized[end : end + max_chars].partition("\n")[0]
 
     def is_quoted(self, start: int) -> bool:
-        """Return whether the phrase at `start` is quoted, and so not an order of the skill itself.
+        """Return whether the phrase at `start` is quoted, and so not an order of the skill.
 
-        A phrase is quoted if it is in quotation marks or code, or if it follows words such as
-        "such as". In a skill about security, block quotations and titles of lists are quoted too.
-        So a skill that warns
-        of an attack is not taken for an attack. An attacker can put the order in quotation marks,
-        but then many models do not follow the order either.
+        A skill about security also quotes in block quotations and in lists with a title.
         """
         line = self.line_before(start, 300)
-        # An agent reads what a program prints, and may take it for an order. So what a program
-        # prints is not quoted, even in quotation marks. But a program about security may print an
-        # order as an example.
         is_ordinary_program = self.kind == "program" and not self.is_about_security
         if is_ordinary_program and _PRINT_CALL.search(line):
             return False
-
-        if _has_open_quotation(line):
-            return True
-        if _REPORTED.search(line) or self._is_in_attack_sample(start):
+        is_reported = _REPORTED.search(line)
+        if is_reported or _has_open_quotation(line) or self._is_in_attack_sample(start):
             return True
         if not self.is_about_security:
             return False
-        if line.lstrip().startswith(">"):
-            return True  # a block quotation of Markdown
+        is_block_quotation = line.lstrip().startswith(">")
         is_line_start = not line.strip(" *_-#")
-        return is_line_start and _LIST_TITLE.match(self.normalized, start) is not None
+        is_list_title = is_line_start and _LIST_TITLE.match(self.normalized, start) is not None
+        return is_block_quotation or is_list_title
 
     def _is_in_attack_sample(self, start: int) -> bool:
         """Return whether `start` is in a code block that is introduced as an attack."""
         blocks = self.normalized[max(0, start - 500) : start].split("```")
-        if len(blocks) % 2:
-            return False  # the number of fences is even, so `start` is not in a code block
+        is_outside_code = len(blocks) % 2 == 1
+        if is_outside_code:
+            return False
         introduction = blocks[-2][-200:]
         return bool(_INTRODUCES_ATTACK.search(introduction))
 
     def has_warning(self, start: int, end: int) -> bool:
         """Return whether the text around a command says that the command is an attack.
 
-        Quotation marks do not count, because commands are usually quoted. Comments in a program do
-        not count either. But a program may be a scanner, which lists the commands it looks for. If
-        the skill is about security, the words around the command decide.
+        An ordinary program says so if it lists the command as a pattern to look for.
         """
         if self.kind == "program" and not self.is_about_security:
             return self._is_scanner_pattern(start, end)
@@ -168,28 +171,20 @@ class NormalizedText:
         return bool(_WARNING.search(context))
 
     def _is_scanner_pattern(self, start: int, end: int) -> bool:
-        """Return whether a program only lists a command as a pattern to look for.
-
-        Such a program is a scanner, which looks for attacks in other programs.
-        """
-        # A pattern is in quotes, in the slashes of a regex, or it looks like an element of a list.
-        # If an odd number of marks precedes it, the last one opens the quotation that it is in.
+        """Return whether a program looks for attacks, and lists a command as a pattern to find."""
         line = self.line_before(start, 300)
-        is_in_quotes = any(line.count(mark) % 2 for mark in "\"'`/")
+        is_in_quotes = any(line.count(mark) % 2 for mark in "\"'`/")  # `/` around regexes
         command = self.normalized[start:end].lstrip()[:80]
-        if not is_in_quotes and not _LIST_ELEMENT.match(line + command):
+        is_pattern = is_in_quotes or _LIST_ELEMENT.match(line + command)
+        if not is_pattern:
             return False
-
-        # The code around the pattern, without comments, is that of a scanner.
-        code = _COMMENT_LINE.sub("", self.normalized[max(0, start - 1500) : end + 300])
-        return bool(_SCANNER_CODE.search(code))
+        code = self.normalized[max(0, start - 1500) : end + 300]
+        return bool(_SCANNER_CODE.search(_COMMENT_LINE.sub("", code)))
 
     def is_sample(self, start: int, end: int) -> bool:
         """Return whether a skill shows `normalized[start:end]` as an example of an attack.
 
-        A skill about security warns of it in the same section, before the end of the example's
-        line. A skill that tests a scanner says so in its first words. But such words never excuse
-        a bundled program, because it can be run.
+        The skill tests a scanner, or is about security and warns of the attack in the same section.
         """
         first_words = f"{self.skill.description}\n{self.skill.body[:300]}" if self.skill else ""
         if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
@@ -231,11 +226,10 @@ def _count_links(text: str) -> Counter[tuple[str, str]]:
 
 def _has_open_quotation(line: str) -> bool:
     """Return whether a quotation begins in `line` and does not end in it."""
-    # A quotation mark is at the end, or only list marks and emphasis follow it.
     if line.rstrip(" *_-❌✗>").endswith(_OPENING_QUOTES):
         return True
-    # Of an odd number of marks, the last one opens a quotation.
-    if line.count('"') % 2 or line.count("`") % 2:
+    has_odd_marks = line.count('"') % 2 or line.count("`") % 2
+    if has_odd_marks:
         return True
     return any(line.count(opening) > line.count(closing) for opening, closing in _QUOTE_PAIRS)
 
@@ -268,7 +262,6 @@ def _kind_of(field: str) -> str:
 
 def _to_plain_lower_case(text: str) -> str:
     """Lower the case of a text, and replace styled letters by ASCII. The length stays the same."""
-    # Python lowers İ to two characters, so only the text between two İ is lowered.
     lowered = "İ".join(segment.lower() for segment in text.split("İ"))
     return _STYLED.sub(lambda match: unicodedata.normalize("NFKC", match[0]).lower(), lowered)
 
@@ -287,7 +280,7 @@ def _undisguise(disguise: re.Match[str]) -> str | None:
 
 def _resolve_aliases(mapped: MappedText) -> MappedText:
     """Replace other names for dangerous functions by the functions' own names."""
-    names_by_alias: dict[str, str] = {}
+    names_by_alias = {}
     for match in islice(_ALIAS.finditer(mapped.text), _MAX_ALIASES):
         if match["import_alias"]:  # `import IMPORTED as IMPORT_ALIAS`
             names_by_alias[match["import_alias"]] = match["imported"]
@@ -295,12 +288,8 @@ def _resolve_aliases(mapped: MappedText) -> MappedText:
             names_by_alias[match["variable"]] = match["value"]
     if not names_by_alias:
         return mapped
-
-    # Match an alias at the start of a name, outside of strings and paths (the lookbehind), if an
-    # attribute, a bracket or a comma follows it (the lookahead): `x.run`, `x(`, `f(x, y)`.
-    # Aliases are words, so they need no escapes in the expression.
-    alias_use = re.compile(rf"(?<![\w.$\"'/-])(?:{'|'.join(names_by_alias)})(?=\.\w|[(),])")
-    for _ in range(2):  # an alias may be the name of another alias
+    alias_use = re.compile(f"{_ALIAS_START}(?:{'|'.join(names_by_alias)}){_ALIAS_END}")
+    for _ in range(2):  # aliases of aliases
         mapped = replace_matches(mapped, alias_use, lambda match: names_by_alias[match[0]])
     return mapped
 
@@ -317,9 +306,8 @@ def _to_one_script(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         """Return a mixed word in Latin letters, and remember its span. Keep other matches."""
         word = match[0]
         start, end = match.span()
-        # Beside letters of a third kind, such as `ж` or `é`, the match is only a part of a word.
         neighbours = text[max(0, start - 1) : start] + text[end : end + 1]
-        is_part_of_word = any(letter.isalpha() for letter in neighbours)
+        is_part_of_word = any(map(str.isalpha, neighbours))
         if is_part_of_word or not _TWO_LATIN_LETTERS.search(word):
             return word
         mixed_words.append((start, end))

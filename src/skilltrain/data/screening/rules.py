@@ -105,8 +105,7 @@ class Check(Config, validate_default=False):
 
         Args:
             text: The text to search.
-            anchors: Those of `self.anchors` that occur in the text. Without any, the whole text is
-                searched.
+            anchors: Anchors in the text. Without anchors, the whole text is searched.
         """
         windows = [(0, len(text.normalized))]
         if anchors:
@@ -129,7 +128,7 @@ class Check(Config, validate_default=False):
         def is_near(regex: str) -> bool:
             return text.has_match_between(regex, context_start, context_end)
 
-        if not all(is_near(regex) for regex in self.needs):
+        if not all(map(is_near, self.needs)):
             return False
         score = sum(points for regex, points in self.scores.items() if is_near(regex))
         if score < self.min_score:
@@ -138,13 +137,15 @@ class Check(Config, validate_default=False):
             return False
         if self.skip_linked_source and text.is_from_linked_source(start, end):
             return False
+        return not self._is_excused(text, start, end)
+
+    def _is_excused(self, text: NormalizedText, start: int, end: int) -> bool:
+        """Return whether a match is skipped because of the text around it; see `skip_if`."""
         if self.skip_if == "quoted":
-            return not text.is_quoted(start)
+            return text.is_quoted(start)
         if self.skip_if == "sample":
-            return not text.is_sample(start, end)
-        if self.skip_if == "warned":
-            return not text.has_warning(start, end)
-        return True
+            return text.is_sample(start, end)
+        return self.skip_if == "warned" and text.has_warning(start, end)
 
 
 class Rule(Config):

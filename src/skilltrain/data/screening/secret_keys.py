@@ -1,4 +1,10 @@
-"""Find keys, tokens and passwords that look real, and leave placeholders and examples alone."""
+"""Find keys, tokens and passwords that look real, and leave placeholders and examples alone.
+
+Notes:
+    - A key without digits is a name in words, such as sk-my-own-very-long-model-name. Only digits
+      in the longest and in the last segment count, because others may be fixed, such as `api03`.
+    - Keys of Hugging Face may have only letters.
+"""
 
 import math
 import re
@@ -54,17 +60,14 @@ def secret_spans(text: str) -> Spans:
     for match in _KEY.finditer(text):
         if _looks_random(match[0]):
             yield match.span()
-
     for match in _PRIVATE_KEY.finditer(text):
         key = match["key"]
         is_random = _bits_per_character(key[:400]) > _MIN_PRIVATE_KEY_BITS
         if is_random and not _PLACEHOLDER.search(key[:200]):
             yield match.span()
-
     for match in _JSON_WEB_TOKEN.finditer(text):
         if not _is_example_token(match["claims"]):
             yield match.span()
-
     for match in _DATABASE_URL.finditer(text):
         is_local = _LOCAL_HOST.search(match["host"].lower())
         if _looks_random(match["password"]) and not is_local:
@@ -82,11 +85,8 @@ def _looks_random(key: str) -> bool:
     longest = max(segments, key=len)
     if _PLACEHOLDER.search(key) or _has_sequence(key) or len(longest) < _MIN_KEY_CHARS:
         return False
-
-    # A key without digits is a name in words, such as sk-my-own-very-long-model-name. Only digits
-    # in the longest and in the last segment count, because others may be fixed, such as `api03`.
-    has_digit = any(map(str.isdigit, longest)) or any(map(str.isdigit, segments[-1]))
-    may_lack_digits = key.startswith("hf_")  # keys of Hugging Face may have only letters
+    has_digit = any(map(str.isdigit, longest + segments[-1]))
+    may_lack_digits = key.startswith("hf_")
     if not has_digit and not may_lack_digits:
         return False
     return _bits_per_character(longest) >= _MIN_KEY_BITS

@@ -3,6 +3,11 @@
 An equivalent is `required` in JUDGEMENTS, with the gold skill as `group`. `evaluate` counts the
 gold skill or its first-ranked equivalent, and training never uses equivalents as negatives.
 Source: SkillRouter's supplement.
+
+Notes:
+    - A judgement names one gold skill. The answers about a query are sorted by the id of the gold
+      skill. If a skill is an equivalent of two gold skills, the judgement names the later one.
+    - An earlier run's equivalents are required, too, but their `group` is a judged skill.
 """
 
 from functools import partial
@@ -60,18 +65,12 @@ class Equivalents(Stage):
         questions = _questions(self)
         outcome = ask(questions)
         judge = f"llm:{self.llm.model}"
-
-        # A judgement names one gold skill. The groups of a query are sorted by the id of their gold
-        # skill. If a skill is in two groups, the later group replaces the judgement of the earlier.
-        equivalents: dict[tuple[str, str], Judgement] = {}  # by query id and skill id
+        equivalents = {}  # by query id and skill id
         for group, skills in outcome.values:
-            query_id = group.query_id
-            gold_id = group.skill_id
             for skill in skills:
-                equivalents[query_id, skill.skill_id] = Judgement(
-                    query_id, skill.skill_id, Verdict.REQUIRED, judge, group=gold_id
+                equivalents[group.query_id, skill.skill_id] = Judgement(
+                    group.query_id, skill.skill_id, Verdict.REQUIRED, judge, group=group.skill_id
                 )
-
         judgements = [*read_table(self.queries, JUDGEMENTS).to_pylist(), *equivalents.values()]
         write_queries(select_queries(self.queries, None), judgements, outcome.dropped, out)
         return {
@@ -87,9 +86,18 @@ class Equivalents(Stage):
 
 
 def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
-    """Return the questions to the chat model, one for each gold skill with candidates.
+    """Return the questions to the chat model, one for each gold skill with candidates."""
+    groups = _make_groups(config)
+    render = partial(group_prompt, "equivalents", 0)
+    return questions_of(
+        config.llm, groups, render, _read, config.seed, _ANSWER_TOKENS, "judging candidates"
+    )
 
-    The candidates are the best-ranked skills of the query without a judgement.
+
+def _make_groups(config: Equivalents) -> list[Group]:
+    """Group each gold skill with the best-ranked skills that have no judgement for its query.
+
+    A required skill is an equivalent of an earlier run, not gold, if its group is a judged skill.
     """
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     ranked_ids = _ranked_ids(config.rankings)
@@ -97,27 +105,20 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     group_ids = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
     groups = []
     for query, verdicts in select_judged(config.queries, None):
-        candidates = []
-        for skill_id in ranked_ids.get(query.query_id, ()):
-            if skill_id in skills and skill_id not in verdicts:
-                candidates.append(skills[skill_id])
+        ranked = ranked_ids.get(query.query_id, ())
+        unjudged = [skill_id for skill_id in ranked if skill_id not in verdicts]
+        candidates = [skills[skill_id] for skill_id in unjudged if skill_id in skills]
         candidates = candidates[: config.depth]
         if not candidates:
             continue
 
         for skill_id, verdict in sorted(verdicts.items()):
-            # Skip the equivalents that an earlier run found. They are required, too, but their
-            # `group` is the id of a judged skill, their gold skill.
             is_equivalent = group_ids[query.query_id, skill_id] in verdicts
             is_gold = verdict is Verdict.REQUIRED and not is_equivalent
             if is_gold and skill_id in skills:
                 members = (skills[skill_id], *candidates)
                 groups.append(Group(query.query_id, lang="", skills=members, request=query.text))
-
-    render = partial(group_prompt, "equivalents", 0)
-    return questions_of(
-        config.llm, groups, render, _read, config.seed, _ANSWER_TOKENS, "judging candidates"
-    )
+    return groups
 
 
 def _ranked_ids(rankings: Path) -> dict[str, list[str]]:

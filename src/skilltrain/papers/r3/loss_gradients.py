@@ -3,6 +3,19 @@
 R3 reports that "bilateral balancing" dilutes the push away from rejected skills in a bi-encoder,
 and that a cross-encoder loses nothing of it. R3's measurement is not public; the measures here are
 ours.
+
+Notes:
+    - A gradient is split by candidate only if a candidate has one score, the product of two
+      vectors. Late interaction compares many token vectors, and a loss that fits no reranker reads
+      several scores of a candidate, for example one for each length of the vectors.
+    - The gradients of one process are measured, so its lists are the whole batch.
+    - A score is the product of two vectors, so d loss / d query = (d loss / d score) @ skills.
+    - The gradient of a vector is projected onto the tangents of the unit sphere, because only this
+      component turns a unit vector.
+    - The gradients by part may not add up to the whole gradient, for example if the loss also
+      compares from skill to query. The rest is the part OTHER_DIRECTIONS.
+    - Vectors whose gradient is a rounding error have no row in the statistics.
+    - Survival is mean product / mean squared norm, because a single row may have a norm near 0.
 """
 
 from collections import defaultdict
@@ -36,9 +49,13 @@ Vectors = Float[Tensor, "row dim"]
 Part = tuple[str, str]
 """Location of a gradient (`scores`, `queries` or `skills`), and verdict or kind of candidate."""
 Statistics = Float[Tensor, "row 5"]
-"""The columns norm, share, cosine, product and slope, for each query or skill.
+"""Statistics of a part of the gradient, for each query or skill.
 
-Cosine and product are those of the part's gradient and the whole gradient. See `PartOfGradient`.
+- norm: L1 norm at the scores, L2 norm at the vectors
+- share: share of the norms of all parts
+- cosine: cosine to the whole gradient; 1 at the scores, where no part weakens another
+- product: product with the whole gradient; norm^2 at the scores
+- slope: mean d loss / d score; 0 at the vectors
 """
 StatisticsOfParts = Iterator[tuple[Part, Statistics]]
 
@@ -72,59 +89,54 @@ class PartOfGradient:
 def measure_gradients(config: Train, num_batches: int) -> list[PartOfGradient]:
     """Measure the parts of a loss's gradient over the first batches of a training run.
 
-    Nothing is trained.
-
-    Args:
-        config: Settings of the training run. The model is the one that training starts from.
-        num_batches: Number of batches.
-
     Raises:
-        SkilltrainError: The encoder uses late interaction, the loss needs an encoder (such as
-            `matryoshka`), or no list holds a rejected skill.
+        SkilltrainError: The loss cannot be split by candidate, or no list holds a rejected skill.
     """
-    # The gradient can be split by candidate only if a candidate has one score, the product of two
-    # vectors. Late interaction compares many token vectors. A reranker gives one score, so a loss
-    # that fits no reranker reads several, for example one for each length of the vectors.
-    is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
-    reads_one_score = config.loss.fits_reranker  # for each candidate
-    if is_late or not reads_one_score:
-        problem = "gradients are taken apart for a plain loss without late interaction only"
-        fix = "name a plain loss, such as infonce"
-        raise SkilltrainError("conflicting-settings", problem, where="loss", fix=fix)
+    _check_loss(config)
     data = load_data(config)
-    if not any(Verdict.REJECTED in training_list.verdicts for training_list in data.lists):
+    verdicts = set(chain.from_iterable(each.verdicts for each in data.lists))
+    if Verdict.REJECTED not in verdicts:
         problem = "no list holds a rejected skill"
         fix = "make lists with quotas={judged: 4}, for example"
         raise SkilltrainError("no-list", problem, where="data.lists", fix=fix)
 
-    # Open the model, and take the first batches.
     step = open_step(config, data, default_device()).eval()
     all_batches = chain.from_iterable(step_batches(step.data.lists, config.training))
     batches = list(islice(all_batches, num_batches))
-
-    # Measure each part in each batch.
-    measure_batch = _encoder_statistics if isinstance(step, EncoderStep) else _reranker_statistics
-    statistics_by_part: dict[Part, list[Statistics]] = defaultdict(list)
-    for batch in track(batches, "taking gradients apart", len(batches)):
-        for part, statistics in measure_batch(step, batch):
-            statistics_by_part[part].append(statistics)
-
-    # Average each part over all batches.
     means = []
-    for (location, name), batch_statistics in statistics_by_part.items():
-        statistics = torch.cat(batch_statistics)
+    for (location, name), batch_statistics in _statistics_by_part(step, batches).items():
+        statistics = torch.cat(batch_statistics)  # [row, 5]
         if len(statistics):
             means.append(mean_of(location, name, statistics))
     return means
 
 
-def mean_of(location: str, part: str, statistics: Statistics) -> PartOfGradient:
-    """Average the statistics of one part of the gradient over all queries or skills.
+def _check_loss(config: Train) -> None:
+    """Raise SkilltrainError if a candidate has more than one score in the loss."""
+    is_late = isinstance(config, TrainEncoder) and config.late_interaction is not None
+    reads_one_score = config.loss.fits_reranker
+    if is_late or not reads_one_score:
+        problem = "gradients are taken apart for a plain loss without late interaction only"
+        fix = "name a plain loss, such as infonce"
+        raise SkilltrainError("conflicting-settings", problem, where="loss", fix=fix)
 
-    Survival is mean product / mean squared norm, because a single row may have a norm near 0.
-    """
+
+def _statistics_by_part(
+    step: Any, batches: Sequence[Sequence[TrainingList]]
+) -> dict[Part, list[Statistics]]:
+    """Measure each part of the gradient in each batch."""
+    measure_batch = _encoder_statistics if isinstance(step, EncoderStep) else _reranker_statistics
+    statistics_by_part = defaultdict(list)
+    for batch in track(batches, "taking gradients apart", len(batches)):
+        for part, statistics in measure_batch(step, batch):
+            statistics_by_part[part].append(statistics)
+    return statistics_by_part
+
+
+def mean_of(location: str, part: str, statistics: Statistics) -> PartOfGradient:
+    """Average the statistics of one part of the gradient over all queries or skills."""
     norm, share, cosine, product, slope = statistics.mean(0).tolist()
-    mean_square = float((statistics[:, 0] ** 2).mean())  # column 0 is the norm
+    mean_square = float((statistics[:, 0] ** 2).mean())  # of the norm
     survival = product / mean_square if mean_square else 1.0
     return PartOfGradient(location, part, len(statistics), norm, share, cosine, survival, slope)
 
@@ -144,36 +156,23 @@ def write_gradients(gradients: Sequence[PartOfGradient], config: Train, num_batc
         "gains": {str(verdict): gain for verdict, gain in config.data.gains.items()},
         "num_batches": num_batches,
     }
-    # The report has a section for each location: the scores, and for an encoder also the queries
-    # and the skills.
     locations = list(dict.fromkeys(gradient.at for gradient in gradients))
     values = {"about": about, "locations": locations, "rows": gradients}
+    rows = [asdict(gradient) for gradient in gradients]
     with staged_folder(config.out) as folder:
-        rows = [asdict(gradient) for gradient in gradients]
         write_json(folder / "gradients.json", about | {"parts": rows})
         write_text(folder / "gradients.md", markdown("gradients", **values))
         write_text(folder / "gradients.html", html_page("gradients", **values))
 
 
 def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
-    """Measure how much each kind of candidate contributes to the gradient of an encoder's loss.
-
-    The kinds are the verdicts of the training lists, and the in-batch negatives.
+    """Measure the gradient of an encoder's loss for one batch, split by kind of candidate.
 
     Yields:
-        Statistics of each kind's gradient: first of the scores, then of the query vectors, then of
-        the skill vectors.
+        Each part with its statistics: at the scores, the query vectors and the skill vectors.
     """
-    # Encode the queries and the distinct skills of the batch.
     skill_ids = sorted(set(chain.from_iterable(each.skill_ids for each in batch)))
-    texts = [step.query_token_ids[each.query] for each in batch]
-    texts += [step.skill_token_ids[skill_id] for skill_id in skill_ids]
-    with torch.no_grad():
-        vectors = step(TextsToEncode(texts)).double().cpu()  # [text, dim]
-    queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
-    skills = vectors[len(batch) :].clone().requires_grad_()  # [skill, dim]
-
-    # Compute the gradient of the whole loss. There is one process, so its lists are the batch.
+    queries, skills = _encode_batch(step, batch, skill_ids)  # [query, dim] and [skill, dim]
     scored = encoder_scores(
         local_lists=batch,
         batch=batch,
@@ -183,16 +182,12 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
         skill_vectors=skills,
         context=step.context,
     )
-    inputs = (scored.scores, queries, skills)
     score_gradients, query_gradients, skill_gradients = torch.autograd.grad(
-        step.loss(scored), inputs
+        step.loss(scored), (scored.scores, queries, skills)
     )
-
-    is_counted = scored.valid  # [query, skill], whether the loss counts the score
-    part_names = _encoder_part_names(batch, skill_ids, is_counted)
+    part_names = _encoder_part_names(batch, skill_ids, scored.valid)
     yield from score_statistics(score_gradients, part_names)
 
-    # A score is the product of two vectors, so d loss / d query = (d loss / d score) @ skills.
     queries = queries.detach()
     skills = skills.detach()
     by_query = {}
@@ -205,6 +200,19 @@ def _encoder_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsO
     yield from vector_statistics("skills", by_skill, skill_gradients, skills)
 
 
+def _encode_batch(
+    step: Any, batch: Sequence[TrainingList], skill_ids: Sequence[str]
+) -> tuple[Vectors, Vectors]:
+    """Encode the queries and the skills of a batch into vectors that collect gradients."""
+    texts = [step.query_token_ids[each.query] for each in batch]
+    texts += [step.skill_token_ids[skill_id] for skill_id in skill_ids]
+    with torch.no_grad():
+        vectors = step(TextsToEncode(texts)).double().cpu()  # [text, dim]
+    queries = vectors[: len(batch)].clone().requires_grad_()  # [query, dim]
+    skills = vectors[len(batch) :].clone().requires_grad_()  # [skill, dim]
+    return queries, skills
+
+
 def _encoder_part_names(
     batch: Sequence[TrainingList], skill_ids: Sequence[str], valid: Bool[Tensor, "query skill"]
 ) -> list[list[str]]:
@@ -213,8 +221,7 @@ def _encoder_part_names(
     Args:
         batch: The list of each query.
         skill_ids: The distinct skills of all lists.
-        valid: Whether the loss counts the score. A score that it does not count has the part "",
-            unless its skill is in the list.
+        valid: Whether the loss counts the score. Other scores have the part "".
     """
     part_names = np.where(valid, IN_BATCH, "").tolist()
     for names, training_list in zip(part_names, batch, strict=True):
@@ -224,29 +231,24 @@ def _encoder_part_names(
 
 
 def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> StatisticsOfParts:
-    """Measure the gradient of a reranker's loss with respect to its scores, for one batch.
-
-    The gradient is split by verdict: one part for each verdict.
+    """Measure the gradient of a reranker's loss at its scores for one batch, split by verdict.
 
     Yields:
-        Each part with its statistics.
+        Each verdict with its statistics.
     """
     pairs = PairsToScore([step.make_pairs(training_list) for training_list in batch])
     with torch.no_grad():
         pair_scores = step(pairs).double().cpu()  # [pair]
-
-    # Measure the gradient at the scores. None flows back into the model.
     pair_scores.requires_grad_()
     scored = list_scores(batch, pair_scores, step.loss.needs.teacher_scores)
     [score_gradients] = torch.autograd.grad(step.loss(scored), scored.scores)  # [query, candidate]
 
-    # The part of each score is the verdict on the candidate. Short lists are padded.
     num_columns = score_gradients.shape[1]
     part_names = []
     for training_list in batch:
         names = [str(verdict) for verdict in training_list.verdicts]
-        names += [""] * (num_columns - len(names))
-        part_names.append(names)
+        padding = [""] * (num_columns - len(names))
+        part_names.append(names + padding)
     yield from score_statistics(score_gradients, part_names)
 
 
@@ -265,21 +267,12 @@ def score_statistics(
 ) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the scores.
 
-    A part is the gradient of all scores with the same part name, such as a verdict. Its statistics
-    have these columns:
-
-    - norm: sum of the absolute gradients (L1 norm),
-    - share of the norms of all parts,
-    - cosine to the whole gradient: always 1,
-    - product with the whole gradient: always norm^2,
-    - slope: mean gradient.
-
     Args:
         gradients: d loss / d score.
         part_names: The part of each score [query][skill]; "" for no part.
 
     Yields:
-        Each part with its statistics: a row for each query that has a score of the part.
+        Each part, with a row of statistics for each query that has a score of the part.
     """
     sizes = gradients.abs()  # [query, skill]
     has_part = torch.tensor(np.array(part_names) != "")  # [query, skill]
@@ -288,8 +281,7 @@ def score_statistics(
         norm = (sizes * mask).sum(1)  # [query]
         share = norm / totals  # [query]
         slope = (gradients * mask).sum(1) / mask.sum(1)  # [query]
-        # Each score has one part only, so no part weakens another. These two values are defined to
-        # say so.
+        # A score has one part.
         cosine = torch.ones_like(norm)  # [query]
         product = norm**2  # [query]
         statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [query, 5]
@@ -301,43 +293,33 @@ def vector_statistics(
 ) -> StatisticsOfParts:
     """Measure each part of the gradient with respect to the vectors of queries or skills.
 
-    A gradient is first projected onto the tangents of the unit sphere, because only this component
-    turns a unit vector. The statistics of a part have these columns:
-
-    - norm,
-    - share of the norms of all parts,
-    - cosine to the whole gradient,
-    - product with the whole gradient,
-    - slope: always 0, because only scores have a slope.
-
     Args:
         location: `queries` or `skills`.
         gradients: Gradient by part.
-        whole: Gradient of the whole loss. The parts may not add up to it, for example if the loss
-            also compares from skill to query. The rest becomes the part OTHER_DIRECTIONS.
+        whole: Gradient of the whole loss.
         vectors: The unit vectors.
 
     Yields:
-        Each part with its statistics: a row for each vector that has a gradient of the part.
+        Each part, with a row of statistics for each vector.
     """
-
-    def project(gradient: Vectors) -> Vectors:
-        """Remove the component along the vectors."""
-        return gradient - (gradient * vectors).sum(1, keepdim=True) * vectors
-
-    projected = {part: project(gradient) for part, gradient in gradients.items()}  # [row, dim] each
     rest = whole - sum(gradients.values())  # [row, dim]
-    projected[OTHER_DIRECTIONS] = project(rest)
-    whole = project(whole)  # [row, dim]
-    norms = {part: gradient.norm(dim=1) for part, gradient in projected.items()}  # [row] each
+    tangents = {part: _tangent(gradient, vectors) for part, gradient in gradients.items()}
+    tangents[OTHER_DIRECTIONS] = _tangent(rest, vectors)  # [row, dim]
+    whole_tangent = _tangent(whole, vectors)  # [row, dim]
+    norms = {part: tangent.norm(dim=1) for part, tangent in tangents.items()}  # [row] each
     totals = torch.stack(list(norms.values())).sum(0)  # [row]
+    max_error = _ROUNDING_ERROR * totals.max()
     for part, norm in norms.items():
         share = norm / totals  # [row]
-        product = (projected[part] * whole).sum(1)  # [row]
-        cosine = product / (norm * whole.norm(dim=1)).clamp(min=_TINY)  # [row]
+        product = (tangents[part] * whole_tangent).sum(1)  # [row]
+        cosine = product / (norm * whole_tangent.norm(dim=1)).clamp(min=_TINY)  # [row]
         slope = torch.zeros_like(norm)  # [row]
         statistics = torch.stack([norm, share, cosine, product, slope], 1)  # [row, 5]
-        # Leave out the vectors whose gradient is a rounding error.
-        max_error = _ROUNDING_ERROR * totals.max()
         has_gradient = norm > max_error  # [row]
         yield (location, part), statistics[has_gradient]
+
+
+def _tangent(gradient: Vectors, vectors: Vectors) -> Vectors:
+    """Return the component of a gradient that is orthogonal to the unit vectors."""
+    lengths = (gradient * vectors).sum(1, keepdim=True)  # [row, 1]
+    return gradient - lengths * vectors

@@ -3,6 +3,16 @@
 R3's abstracts say that a language model's rejections, which pipelines throw away, tell which skills
 must not be retrieved together. R3's groups and prompts are not public; the kinds of groups and the
 prompts here are ours. A direction is the language of the request and the language of the skills.
+The anchor is the first skill of a group.
+
+Notes:
+    - If the skills of a group do not fit together, the model writes a request that needs only the
+      anchor.
+    - The hash in the ids of groups allows tables of different runs to be joined.
+    - Orders of groups, anchors and skills depend on the seed and on ids alone.
+    - `_only_nearest` does not use `@`: its sums depend on the processor, and equal skills must be
+      equally near.
+    - A dry run has no requests for the second judge, so texts of their length replace them.
 """
 
 import hashlib
@@ -107,17 +117,12 @@ class Rejections(Stage):
     def run(self, out: Path) -> Summary:
         """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
-        The chat model writes a request for each group of skills, and judges the skills. If the
-        skills do not fit together, the model writes a request that needs only the anchor. The
-        anchor is the first skill of the group.
-
         Raises:
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
-        earlier_requests: set[str] = set()  # `read_request` adds each new request
-        max_words = 2 * self.num_words
-        read_answer = partial(read_request, earlier_requests, max_words)
+        earlier_requests = set()
+        read_answer = partial(read_request, earlier_requests, 2 * self.num_words)
         outcome = ask(_questions(self, self.llm, groups, read_answer))
         dropped += outcome.dropped
         if not outcome.values:
@@ -125,26 +130,12 @@ class Rejections(Stage):
             problem = f"made no request for {len(groups)} groups; the first reason: {reason}"
             raise SkilltrainError("nothing-generated", problem)
 
-        # Split the groups, so that no skill is in both splits.
-        skill_ids: dict[str, list[str]] = {}
-        for group, _ in outcome.values:
-            skill_ids[group.query_id] = [skill.skill_id for skill in group.skills]
-        splits = split_groups(skill_ids, self.dev_share, self.seed)
-
-        # Collect the requests and the judgements. The same model wrote both.
         judge = f"llm:{self.llm.model}"
-        queries = []
+        queries = _make_queries(self, outcome.values, judge)
+        requested = [replace(group, request=answer.request) for group, answer in outcome.values]
         judgements = []
-        requested = []  # groups with their requests
-        directions = []  # from the language of the request to that of the skills, such as en2zh
         for group, answer in outcome.values:
-            # After a refusal, the request needs the anchor alone.
-            kind = "single" if answer.refusal else "multi"
-            split = splits[group.query_id]
-            queries.append(Query(group.query_id, answer.request, kind, origin=judge, split=split))
             judgements += _judgements(group, answer.verdicts, judge)
-            requested.append(replace(group, request=answer.request))
-            directions.append(f"{group.lang}2{group.skills[0].lang}")
         second_summary = _judge_twice(self, requested, judgements, out)
         write_queries(queries, judgements, dropped, out)
         return {
@@ -152,7 +143,7 @@ class Rejections(Stage):
             "num_queries": len(queries),
             "num_refusals": sum(query.kind == "single" for query in queries),
             "num_dev": sum(query.split == "dev" for query in queries),
-            "by_direction": counted(directions),
+            "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
             "by_verdict": counted(row.verdict for row in judgements),
             "by_reason": counted(row.reason for row in judgements if row.reason),
             "dropped": counted(row.filter for row in dropped),
@@ -164,10 +155,8 @@ class Rejections(Stage):
         """Count the groups and estimate the cost. Asks no chat model."""
         groups, dropped = _make_groups(self)
         estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
-        # `read_verdicts` is not called, because an estimate gets no answers.
         estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))
         if self.second_judge is not None:
-            # The requests are not written yet, so a text of the same length replaces them.
             request = "word " * self.num_words
             sample = [replace(group, request=request) for group in groups[: self.num_judged_twice]]
             questions = _questions(self, self.second_judge, sample, read_verdicts)
@@ -229,6 +218,23 @@ class JudgedRequest(GroupVerdicts, frozen=True):
     why: Line | None = None
 
 
+def _make_queries(
+    config: Rejections, answers: Sequence[tuple[Group, JudgedRequest]], judge: str
+) -> list[Query]:
+    """Return the queries of the groups. The splits dev and train share no skill."""
+    skill_ids = {}
+    for group, _ in answers:
+        skill_ids[group.query_id] = [skill.skill_id for skill in group.skills]
+    splits = split_groups(skill_ids, config.dev_share, config.seed)
+
+    queries = []
+    for group, answer in answers:
+        kind = "single" if answer.refusal else "multi"
+        split = splits[group.query_id]
+        queries.append(Query(group.query_id, answer.request, kind, origin=judge, split=split))
+    return queries
+
+
 def _questions(
     config: Rejections,
     llm: LLMConfig,
@@ -237,21 +243,18 @@ def _questions(
 ) -> Questions[Group, ValueT]:
     """Return the questions to a chat model, one for each group.
 
-    The model judges the skills of a group for its request. If the groups have no requests yet, the
-    model also writes a request for each group.
-
     Args:
         config: Settings.
         llm: The chat model.
-        groups: The groups. Either all of them have a request, or none.
+        groups: The groups. Either all groups have a request, or none.
         read: Reads the answer about a group.
     """
-    num_tokens = _TOKENS_PER_VERDICT * config.group_size  # of an answer
+    answer_tokens = _TOKENS_PER_VERDICT * config.group_size
     has_requests = bool(groups[0].request)
     if not has_requests:
-        num_tokens += round(TOKENS_PER_WORD * config.num_words)
+        answer_tokens += round(TOKENS_PER_WORD * config.num_words)
     render = partial(group_prompt, "group", config.num_words)
-    return questions_of(llm, groups, render, read, config.seed, num_tokens, "judging groups")
+    return questions_of(llm, groups, render, read, config.seed, answer_tokens, "judging groups")
 
 
 def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
@@ -266,12 +269,12 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
         System message and user message.
     """
     paragraphs = []
-    if group.request:
+    has_request = bool(group.request)
+    if has_request:
         paragraphs.append(f"Request: {untrusted_line(group.request, 4000)}")
     for number, skill in enumerate(group.skills, 1):
         paragraphs.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
     text = "\n\n".join(paragraphs)
-    has_request = bool(group.request)
     return render_prompt(PROMPTS[name], text, given=has_request, lang=group.lang, words=words)
 
 
@@ -280,19 +283,15 @@ def read_request(
 ) -> JudgedRequest:
     """Read a request and one verdict for each skill in the answer about a group.
 
-    Instead of verdicts, an answer may hold a refusal to combine the skills of the group.
-
     Args:
-        earlier_requests: Requests that must not be repeated; the new one is added.
+        earlier_requests: Requests that must not be repeated; the new request is added.
         max_words: Largest number of words of a request.
         group: The group.
         answer: Answer of the model, a JSON object.
 
     Raises:
-        AnswerError: The request has the wrong language, is too long, names a skill, or repeats an
-            earlier request.
-        ValueError: The answer has the wrong format, or requires fewer than two skills without a
-            refusal.
+        AnswerError: The request is not usable.
+        ValueError: The verdicts are not usable.
     """
     judged = read_object(answer, JudgedRequest)
     is_refusal = judged.refusal is not None
@@ -311,17 +310,13 @@ def read_request(
 
 
 def _verdicts_of_refusal(judged: JudgedRequest, group: Group) -> tuple[SkillVerdict, ...]:
-    """Return the verdicts of a refusal: the first skill is required, and all others are rejected.
-
-    The first skill of a group is its anchor. A rejection gets the reason of the refusal.
-    """
-    verdicts = [SkillVerdict(skill=1, verdict=Verdict.REQUIRED)]
-    for number in range(2, len(group.skills) + 1):
-        rejection = SkillVerdict(
-            skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why
-        )
-        verdicts.append(rejection)
-    return tuple(verdicts)
+    """Return the verdicts of a refusal: the first skill is required, all others rejected."""
+    required = SkillVerdict(skill=1, verdict=Verdict.REQUIRED)
+    rejected = [
+        SkillVerdict(skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why)
+        for number in range(2, len(group.skills) + 1)
+    ]
+    return (required, *rejected)
 
 
 def read_verdicts(group: Group, answer: str) -> GroupVerdicts:
@@ -344,11 +339,11 @@ def _check_verdicts(verdicts: Sequence[SkillVerdict], group: Group) -> None:
 
 def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> list[Judgement]:
     """Return the rows of JUDGEMENTS of a group. Only rejections keep their reason."""
+    query_id = group.query_id
     rows = []
     for row in verdicts:
-        skill_id = group.skills[row.skill - 1].skill_id
+        skill_id = group.skills[row.skill - 1].skill_id  # row.skill counts from 1
         reason = row.reason if row.verdict is Verdict.REJECTED else None
-        query_id = group.query_id
         rows.append(Judgement(query_id, skill_id, row.verdict, judge, reason, row.why, query_id))
     return rows
 
@@ -356,9 +351,7 @@ def _judgements(group: Group, verdicts: Iterable[SkillVerdict], judge: str) -> l
 def _judge_twice(
     config: Rejections, groups: Sequence[Group], first: Sequence[Judgement], out: Path
 ) -> dict[str, Any]:
-    """Let the second judge judge a sample of groups, with the skills of each in another order.
-
-    Writes the second judge's JUDGEMENTS and DROPPED.
+    """Let the second judge judge a sample of groups, and write its JUDGEMENTS and DROPPED.
 
     Args:
         config: Settings.
@@ -367,29 +360,21 @@ def _judge_twice(
         out: Folder of the run.
 
     Returns:
-        Kappa and the costs of the second judge; nothing if there is none.
+        Kappa and costs of the second judge; {} without a second judge.
     """
     if config.second_judge is None:
         return {}
+    sample = _shuffled_sample(config, groups)
+    outcome = ask(_questions(config, config.second_judge, sample, read_verdicts))
 
-    # The order of groups and skills depends on the seed and their ids alone.
-    sort_key = partial(stable_number, config.seed)
-    sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
-    shuffled = []
-    for group in sample[: config.num_judged_twice]:
-        skills = sorted(group.skills, key=lambda skill: sort_key(group.query_id, skill.skill_id))
-        shuffled.append(replace(group, skills=tuple(skills)))
-    outcome = ask(_questions(config, config.second_judge, shuffled, read_verdicts))
-
-    # Pair the verdicts of both judges, group by group.
     judge = f"llm:{config.second_judge.model}"
-    verdict_of = {(row.query_id, row.skill_id): row.verdict for row in first}
+    first_verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
     judgements = []
-    pairs_by_group: list[list[tuple[Verdict, Verdict]]] = []
+    pairs_by_group = []
     for group, answer in outcome.values:
         rows = _judgements(group, answer.verdicts, judge)
         judgements += rows
-        pairs = [(verdict_of[row.query_id, row.skill_id], row.verdict) for row in rows]
+        pairs = [(first_verdicts[row.query_id, row.skill_id], row.verdict) for row in rows]
         pairs_by_group.append(pairs)
     write_table(judgements, JUDGEMENTS, out / "second")
     write_table(outcome.dropped, DROPPED, out / "second")
@@ -399,27 +384,35 @@ def _judge_twice(
     }
 
 
+def _shuffled_sample(config: Rejections, groups: Sequence[Group]) -> list[Group]:
+    """Sample groups for the second judge, with the skills of each group in another order."""
+    sort_key = partial(stable_number, config.seed)
+    sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
+    shuffled = []
+    for group in sample[: config.num_judged_twice]:
+        skills = sorted(group.skills, key=lambda skill: sort_key(group.query_id, skill.skill_id))
+        shuffled.append(replace(group, skills=tuple(skills)))
+    return shuffled
+
+
 def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     """Make the groups without requests. All directions and kinds take turns.
-
-    A direction is the language of the request and the language of the anchor. The anchor is the
-    first skill of a group.
 
     Returns:
         The groups; the skills and the groups that were left out.
 
     Raises:
-        SkilltrainError: The pool has no skill of a language, or no group has two skills.
+        SkilltrainError: A language has no skill, or no group has two skills.
     """
     skills, dropped = _skills_in_languages(config)
-    anchors = _shuffled_anchors(config, skills)  # by language; each iterator never ends
+    anchors_by_lang = _shuffled_anchors(config, skills)
     sampler = _GroupSampler(config, skills)
     run_hash = _hash_of_settings(config)
     groups = []
     turns = cycle(product(config.languages, config.languages, config.kinds))
     for number, (query_lang, lang, kind) in enumerate(islice(turns, config.num_groups)):
         group_id = f"{kind}-{run_hash}-{number:05}"
-        anchor = next(anchors[lang])
+        anchor = next(anchors_by_lang[lang])
         positions = sampler.sample(anchor, kind, group_id)
         if positions:
             members = tuple(skills[position] for position in (anchor, *positions))
@@ -452,10 +445,7 @@ def _skills_in_languages(config: Rejections) -> tuple[list[Skill], list[Dropped]
 
 
 def _hash_of_settings(config: Rejections) -> str:
-    """Return a short hash of the model and of all settings that decide a group.
-
-    It is a part of each group id, so that the tables of different runs can be joined.
-    """
+    """Return a short hash of the model and of all settings that decide a group."""
     settings = config.model_dump_json(
         include={"seed", "kinds", "languages", "group_size", "num_words"}
     )
@@ -465,9 +455,7 @@ def _hash_of_settings(config: Rejections) -> str:
 def _shuffled_anchors(
     config: Rejections, skills: Sequence[Skill]
 ) -> dict[str | None, Iterator[int]]:
-    """Return the anchors of the groups for each language, in a random order without end.
-
-    An anchor is the position of the skill that comes first in a group.
+    """Return the positions of the skills of each language, in a random order without end.
 
     Args:
         config: Settings.
@@ -478,12 +466,12 @@ def _shuffled_anchors(
     """
 
     def sort_key(position: int) -> int:
-        """Return a number that depends on the seed and the skill alone."""
         return stable_number(config.seed, "anchor", skills[position].skill_id)
 
     positions_by_lang: dict[str | None, list[int]] = {lang: [] for lang in config.languages}
     for position in sorted(range(len(skills)), key=sort_key):
-        positions_by_lang[skills[position].lang].append(position)
+        lang = skills[position].lang
+        positions_by_lang[lang].append(position)
     for lang, positions in sorted(positions_by_lang.items()):
         if not positions:
             problem = f"the pool holds no skill of language {lang}"
@@ -514,37 +502,36 @@ class _GroupSampler:
         Returns:
             Positions of the skills; [] if none fits.
         """
-        other_name = self.names != self.names[anchor]  # [skill], as all masks below
-        same_lang = self.langs == self.langs[anchor]
-        same_category = self.categories == self.categories[anchor]
-
-        # Skills in the language of the anchor.
-        allowed = other_name & same_lang
+        other_name = self.names != self.names[anchor]  # [skill]
+        same_lang = self.langs == self.langs[anchor]  # [skill]
+        same_category = self.categories == self.categories[anchor]  # [skill]
+        allowed = other_name & same_lang  # [skill]
         if kind == "category":
-            allowed &= same_category & (self.categories != "")
+            has_category = self.categories != ""
+            allowed &= same_category & has_category
         elif kind == "across":
             allowed &= ~same_category
-        else:  # neighbours or languages
+        else:
             allowed = self._only_nearest(anchor, allowed)
         if kind != "languages":
             return self._draw(allowed, self.num_others, group_id)
 
-        # Half of the skills, rounded up, are in another language.
-        allowed_foreign = self._only_nearest(anchor, other_name & ~same_lang)
+        allowed_foreign = self._only_nearest(anchor, other_name & ~same_lang)  # [skill]
         num_foreign = (self.num_others + 1) // 2
-        foreign_key = f"{group_id}/far"  # gives this sample a seed of its own
-        foreign = self._draw(allowed_foreign, num_foreign, foreign_key)
+        foreign = self._draw(allowed_foreign, num_foreign, f"{group_id}/far")
         if not foreign:
             return []
-        return foreign + self._draw(allowed, self.num_others - len(foreign), group_id)
+        num_same_lang = self.num_others - len(foreign)
+        return foreign + self._draw(allowed, num_same_lang, group_id)
 
     def _only_nearest(self, anchor: int, allowed: SkillMask) -> SkillMask:
         """Restrict the mask `allowed` to the skills nearest to the anchor."""
-        # Not `@`: its sums depend on the processor, and equal skills must be equally near.
-        cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)
-        similarities = np.where(allowed, cosines, -np.inf)
-        nearest = np.argsort(-similarities, kind="stable")[: _NEAREST_FACTOR * self.num_others]
-        return allowed & np.isin(np.arange(len(allowed)), nearest)
+        cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)  # [skill]
+        similarities = np.where(allowed, cosines, -np.inf)  # [skill]
+        num_nearest = _NEAREST_FACTOR * self.num_others
+        nearest = np.argsort(-similarities, kind="stable")[:num_nearest]
+        is_nearest = np.isin(np.arange(len(allowed)), nearest)  # [skill]
+        return allowed & is_nearest
 
     def _draw(self, allowed: SkillMask, count: int, key: str) -> list[int]:
         """Sample the positions of up to `count` allowed skills. The key seeds the sample."""

@@ -1,9 +1,14 @@
 """Stage `rewrite`: rewrite queries as a person would type them, tersely, or as a paraphrase.
 
 R3's prompt is not public; this one is ours.
+
+Notes:
+    - The judgements of a query stay valid for its new text.
+    - A new text repeats neither an old query nor an earlier new text.
 """
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -52,7 +57,7 @@ class Rewrite(Stage):
     out: Path = Field(description="folder for queries, judgements and dropped")
 
     def run(self, out: Path) -> Summary:
-        """Write QUERIES, JUDGEMENTS and DROPPED.
+        """Write QUERIES with new texts, their JUDGEMENTS as before, and DROPPED.
 
         Raises:
             SkilltrainError: No query was rewritten.
@@ -62,7 +67,6 @@ class Rewrite(Stage):
             problem = f"rewrote no query; the first reason: {outcome.dropped[0].reason}"
             raise SkilltrainError("nothing-generated", problem, where=self.queries)
 
-        # The judgements of a query stay valid for its new text.
         origin = f"{self.style} by llm:{self.llm.model}"
         queries = {
             item.query_id: replace(item.query, text=text, origin=origin)
@@ -92,34 +96,36 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
     for query, verdicts in select_judged(config.queries, None):
         golds = [skills[skill_id] for skill_id in positives_of(verdicts) if skill_id in skills]
         items.append(Rewriting(query.query_id, query, golds))
-    # Texts that a new text must not repeat: the old queries, and the earlier new texts.
-    # `usable_query` adds each new text to them.
     forbidden_texts = {item.query.text.casefold() for item in items}
-    style = PROMPTS["rewrite"]["styles"][config.style]
-
-    def render(item: Rewriting) -> tuple[str, str]:
-        """Return the system message and the user message for a query."""
-        names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
-        text = untrusted_text(item.query.text, 4000)
-        return render_prompt(PROMPTS["rewrite"], text, style=style, names=names)
-
-    def read_new_text(item: Rewriting, answer: str) -> str:
-        """Return the new text in an answer. Raises AnswerError if it is not usable."""
-        text = item.query.text
-        if config.style == "terse":
-            max_words = MAX_TERSE_WORDS
-        else:
-            max_words = 2 * num_words(text) + _EXTRA_WORDS
-
-        # None: the language is unknown.
-        old_language = language_of(text)
-        new_language = language_of(answer)
-        if old_language and new_language and old_language != new_language:
-            raise AnswerError("language", "it is in another language than the query")
-        return usable_query(answer, forbidden_texts, max_words, item.golds)
-
+    render = partial(_render, config.style)
+    read = partial(_read_new_text, config.style, forbidden_texts)
     mean_words = sum(num_words(item.query.text) for item in items) / len(items)
     num_tokens = round(TOKENS_PER_WORD * mean_words)
     return questions_of(
-        config.llm, items, render, read_new_text, config.seed, num_tokens, "rewriting queries"
+        config.llm, items, render, read, config.seed, num_tokens, "rewriting queries"
     )
+
+
+def _render(style: str, item: Rewriting) -> tuple[str, str]:
+    """Return the system message and the user message for a query."""
+    instruction = PROMPTS["rewrite"]["styles"][style]
+    names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
+    text = untrusted_text(item.query.text, 4000)
+    return render_prompt(PROMPTS["rewrite"], text, style=instruction, names=names)
+
+
+def _read_new_text(style: str, forbidden_texts: set[str], item: Rewriting, answer: str) -> str:
+    """Return the new text in an answer, and add it to the forbidden texts.
+
+    Raises:
+        AnswerError: The text is not usable.
+    """
+    text = item.query.text
+    max_words = 2 * num_words(text) + _EXTRA_WORDS
+    if style == "terse":
+        max_words = MAX_TERSE_WORDS
+    old_language = language_of(text)
+    new_language = language_of(answer)
+    if old_language and new_language and old_language != new_language:
+        raise AnswerError("language", "it is in another language than the query")
+    return usable_query(answer, forbidden_texts, max_words, item.golds)

@@ -3,6 +3,13 @@
 The filter "relevancy" judges all candidates in one answer. The filter "specificity" judges each
 relevant candidate in an answer of its own. The prompts are our own. Candidates are untrusted
 (llm/untrusted.py): an answer can only admit one of them.
+
+Notes:
+    - If the model is down, or the first answer for a query is not usable, the first candidates of
+      the query are admitted, with a warning.
+    - A relevant skill without a usable answer of the second filter is admitted.
+    - One `LLM` counts the budget, the tokens and the cost of both filters.
+    - Without the second filter nothing is asked, and its counts are 0.
 """
 
 import re
@@ -83,35 +90,25 @@ class Admit(Chooser):
     """A chat model that admits candidates. `counts` also counts what each filter accepted."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the admitted candidates among the first `keep` of each query.
-
-        The first filter, relevancy, judges all candidates of a query. The second, specificity,
-        judges each relevant candidate. If the model is down, or the first answer for a query is not
-        usable, the first candidates of the query are admitted, with a warning.
-        """
+        """Return the admitted candidates among the first `keep` of each query."""
         assert candidates is not None, "a chat model needs candidates"
-        llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
+        llm = LLM(self.config.llm)
         relevancy = self.ask_model(llm, queries, candidates, keep)
         admitted_ids = self._filter_by_specificity(llm, relevancy)
-        max_admitted = self.config.most  # for each query
-        rankings: Rankings = {}
+        rankings = {}
         for query in queries:
             query_id = query.query_id
             ranking = candidates[query_id][:keep]
-            # Without a usable answer for the query, its first candidates are admitted.
             if query_id in admitted_ids:
                 allowed_ids = admitted_ids[query_id]
                 ranking = [candidate for candidate in ranking if candidate[0] in allowed_ids]
-            rankings[query_id] = ranking[:max_admitted]
+            rankings[query_id] = ranking[: self.config.most]
         return rankings
 
     def _filter_by_specificity(
         self, llm: LLM, relevancy: Outcome[Ask, list[Skill]]
     ) -> dict[str, set[str]]:
-        """Drop the relevant skills that the model does not find specific.
-
-        A relevant skill without a usable answer is admitted. For each of the two filters, `counts`
-        gets the number of skills that it accepted and the number that it judged.
+        """Drop the relevant skills that the model does not find specific, and count both filters.
 
         Args:
             llm: The chat model.
@@ -120,28 +117,23 @@ class Admit(Chooser):
         Returns:
             Ids of the admitted skills by query id.
         """
-        config = self.config
-        asks = []  # one for each relevant skill
+        asks = []
         admitted_ids = {}
         for item, skills in relevancy.values:
             for skill in skills:
-                asks.append(config.make_ask(item.query, [skill], skill_id=skill.skill_id))
+                asks.append(self.config.make_ask(item.query, [skill], skill_id=skill.skill_id))
             admitted_ids[item.query_id] = {skill.skill_id for skill in skills}
         num_relevant = len(asks)
+        num_judged = sum(len(item.choices) for item, _ in relevancy.values)
 
-        # Without this filter nothing is asked, and its counts are 0.
-        if not config.specificity:
+        if not self.config.specificity:
             asks = []
-        questions = questions_of(config, llm, _SPECIFICITY_PROMPT, asks)
+        questions = questions_of(self.config, llm, _SPECIFICITY_PROMPT, asks)
         specificity = ask_all(questions, drop_if_down=True)
         for item, is_specific in specificity.values:
             if not is_specific:
                 admitted_ids[item.query_id].remove(item.skill_id)
-
-        # Count the accepted and the judged skills of each filter.
-        num_judged = sum(len(item.choices) for item, _ in relevancy.values)
         num_specific = sum(is_specific for _, is_specific in specificity.values)
-        # `llm` counts the tokens and cost of both filters, because both use it.
         self.counts |= specificity.used
         self.counts["accepted"] = {
             "relevancy": (num_relevant, num_judged),

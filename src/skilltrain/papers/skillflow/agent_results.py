@@ -3,6 +3,18 @@
 Source: SkillFlow, sections 4.2 and A.3. An input file holds one JSON object per line, with the keys
 of `Trial`. Values are computed for each task first, then averaged over the tasks, with the
 bootstrap and the tests that rankings have.
+
+With n trials of a task, c of them passed (Chen et al., 2021):
+
+- Pass@k = 1 - C(n - c, k) / C(n, k): probability that one of k trials passes.
+- Pass^k = C(c, k) / C(n, k): probability that all of k trials pass.
+
+Notes:
+    - Pass@k needs k trials of every task, so the smallest number of trials is the largest k.
+    - Each condition is averaged by itself, because conditions have different measures. A condition
+      without skills has no use rate, for example.
+    - A measure that no trial has data for is absent.
+    - A retrieved alternative counts as the gold skill that it replaces.
 """
 
 from collections import Counter
@@ -53,7 +65,7 @@ def read_trials(path: Path) -> list[Trial]:
     Raises:
         SkilltrainError: A row is no trial, a trial appears twice, or there is no trial.
     """
-    trials: dict[tuple[str, str, int], Trial] = {}
+    trials = {}
     for where, row in read_jsonl(path):
         trial = validate(Trial, row, where)
         key = (trial.condition, trial.task, trial.trial)
@@ -90,21 +102,39 @@ def agent_results(
     Args:
         trials: Trials of all conditions.
         gold: Skills that each task needs, by task.
-        ceiling: Condition with the gold skills, if there is one.
+        ceiling: Condition with the gold skills, if any.
 
     Raises:
         SkilltrainError: Conditions have different tasks, or `ceiling` is no condition.
     """
-    # Group the trials by condition, then by task.
-    trials_by_condition: dict[str, dict[str, list[Trial]]] = {}
+    results = _results_by_task(trials, gold)
+    conditions = [result.name for result in results]
+    if ceiling is not None and ceiling not in conditions:
+        fix = f"give one of {', '.join(conditions)}"
+        raise SkilltrainError("unknown-choice", f"there is no condition '{ceiling}'", fix=fix)
+
+    tasks = shared_query_ids(results)
+    means = {}
+    for result in results:
+        measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
+        means |= means_of([result], tasks, list(measures))
+
+    pairs = [(conditions[0], condition) for condition in conditions[1:]]
+    comparisons = compare(results, pairs, [MAIN_MEASURE])
+    pass_rates = {condition: row[MAIN_MEASURE].mean for condition, row in means.items()}
+    shares_of_ceiling = {}
+    if ceiling and pass_rates[ceiling]:
+        shares_of_ceiling = {name: rate / pass_rates[ceiling] for name, rate in pass_rates.items()}
+    return AgentResults(means, comparisons, of_ceiling=shares_of_ceiling)
+
+
+def _results_by_task(trials: Sequence[Trial], gold: Mapping[str, Relevance]) -> list[SystemResult]:
+    """Compute the measures of each task, in a result for each condition."""
+    trials_by_condition = {}
     for trial in trials:
         trials_by_task = trials_by_condition.setdefault(trial.condition, {})
         trials_by_task.setdefault(trial.task, []).append(trial)
-    if ceiling is not None and ceiling not in trials_by_condition:
-        fix = f"give one of {', '.join(trials_by_condition)}"
-        raise SkilltrainError("unknown-choice", f"there is no condition '{ceiling}'", fix=fix)
 
-    # Compute the measures of each task. Pass@k needs k trials of every task.
     max_k = min(Counter((trial.condition, trial.task) for trial in trials).values())
     results = []
     for condition, trials_by_task in trials_by_condition.items():
@@ -113,24 +143,7 @@ def agent_results(
             for task, task_trials in trials_by_task.items()
         }
         results.append(SystemResult(condition, values, {}))
-
-    # Average each condition by itself, because conditions have different measures. For example, a
-    # condition without skills has no use rate.
-    tasks = shared_query_ids(results)
-    means: dict[str, Mapping[str, Interval]] = {}
-    for result in results:
-        measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
-        means |= means_of([result], tasks, list(measures))
-
-    # Compare the conditions with the first one, and with the ceiling.
-    pairs = [(results[0].name, result.name) for result in results[1:]]
-    comparisons = compare(results, pairs, [MAIN_MEASURE])
-    pass_rates = {condition: row[MAIN_MEASURE].mean for condition, row in means.items()}
-    ceiling_rate = pass_rates[ceiling] if ceiling else 0.0
-    shares_of_ceiling = {}
-    if ceiling_rate:
-        shares_of_ceiling = {name: rate / ceiling_rate for name, rate in pass_rates.items()}
-    return AgentResults(means, comparisons, of_ceiling=shares_of_ceiling)
+    return results
 
 
 def task_values(
@@ -138,18 +151,10 @@ def task_values(
 ) -> dict[str, float]:
     """Compute the measures of one task from its trials.
 
-    With n trials, c of them passed (Chen et al., 2021):
-
-    - Pass@k = 1 - C(n - c, k) / C(n, k): probability that one of k trials passes.
-    - Pass^k = C(c, k) / C(n, k): probability that all of k trials pass.
-
     Args:
         trials: Trials of the task.
-        max_k: Largest k.
+        max_k: Largest k of Pass@k and Pass^k.
         relevance: Skills that the task needs, if known.
-
-    Returns:
-        Value by measure. A measure that no trial has data for is absent.
     """
     num_trials = len(trials)
     num_passed = sum(trial.passed for trial in trials)
@@ -159,23 +164,12 @@ def task_values(
     for k in range(2, max_k + 1):
         values[f"Pass^{k}"] = comb(num_passed, k) / comb(num_trials, k)
 
-    # Share of the gold skills that each trial retrieved. A retrieved alternative counts as the gold
-    # skill that it replaces.
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
-    gold_shares = []
-    if relevance:
-        num_gold = len(relevance.gold)
-        for skill_ids in retrieved:
-            gold_ids = resolve_alternatives(skill_ids, relevance).gold
-            num_retrieved = len(gold_ids.intersection(skill_ids))
-            gold_shares.append(num_retrieved / num_gold)
-
-    # Means over the trials that have data.
-    values_of_trials: dict[str, Sequence[float]] = {
+    values_of_trials = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
         "got a skill": [bool(skill_ids) for skill_ids in retrieved],
         "skills": [len(skill_ids) for skill_ids in retrieved],
-        "gold retrieved": gold_shares,
+        "gold retrieved": _gold_shares(retrieved, relevance) if relevance else [],
         "steps": [trial.steps for trial in trials if trial.steps is not None],
         "cost": [trial.cost for trial in trials if trial.cost is not None],
     }
@@ -183,3 +177,13 @@ def task_values(
         if trial_values:
             values[measure] = fmean(trial_values)
     return values
+
+
+def _gold_shares(retrieved: Sequence[Sequence[str]], relevance: Relevance) -> list[float]:
+    """Return the share of the gold skills that each trial retrieved."""
+    gold_shares = []
+    for skill_ids in retrieved:
+        gold_ids = resolve_alternatives(skill_ids, relevance).gold
+        num_retrieved = len(gold_ids.intersection(skill_ids))
+        gold_shares.append(num_retrieved / len(relevance.gold))
+    return gold_shares

@@ -1,6 +1,14 @@
 """Query expansion: a chat model writes search queries for each task, and a ranker answers them.
 
 Source: SkillFlow, appendix A.2. The prompts are our own.
+
+Notes:
+    - A task without a usable answer is its own query.
+    - A failed task is asked about again for one query, because that is easier (SkillFlow, A.2).
+    - One `LLM` counts the tokens and the cost of both rounds of questions.
+    - A search of the whole pool leaves out skills that do not match the query at all.
+    - `read_queries` reads one character more than allowed, so that a longer text is noticed.
+    - With `join: mean`, a ranking that lacks a skill counts with its lowest score.
 """
 
 from collections.abc import Sequence
@@ -17,7 +25,7 @@ from skilltrain.llm.ask import read_texts
 from skilltrain.llm.query_prompts import Ask, Prompt, questions_of
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.plugins import OneOf
-from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
+from skilltrain.records import Dropped, Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.fusion import fuse
 from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.select import AskingConfig
@@ -88,40 +96,36 @@ class Expand:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Let the model write queries for each task, and return the `keep` best skills for them.
 
-        If the model writes no usable query for a task, the task itself is the query.
-
         Args:
             queries: The tasks.
             candidates: Skills to rank for each task; None for the whole pool.
-            keep: Number of skills to return for each task.
+            keep: Number of skills for each task.
         """
         texts_by_task = self._write(queries)
-        task_of = {}  # id of the task by id of the written query
+        task_ids = {}  # by id of the written query
         written = []
         for task in queries:
             texts = texts_by_task.get(task.query_id, [task.text])
             for number, text in enumerate(texts, 1):
                 query_id = f"{task.query_id}#{number}"
-                task_of[query_id] = task.query_id
+                task_ids[query_id] = task.query_id
                 written.append(replace(task, query_id=query_id, text=text))
 
-        # Rank for every written query, then join the rankings of each task.
         if candidates is not None:
-            candidates = {query_id: candidates[task_id] for query_id, task_id in task_of.items()}
+            candidates = {query_id: candidates[task_id] for query_id, task_id in task_ids.items()}
         ranker_config = self.config.of
         depth = keep if ranker_config.keep is None else ranker_config.keep
         answers = self.ranker.rank(written, candidates, depth)
-        rankings: dict[str, list[Ranking]] = {task.query_id: [] for task in queries}
-        for query_id, task_id in task_of.items():
-            ranking = answers[query_id]
-            # In a search of the whole pool, leave out skills that do not match the query at all.
-            if candidates is None:
-                ranking = ranker_config.matches(ranking)
-            rankings[task_id].append(ranking)
-        joined_rankings = {}
-        for task_id, task_rankings in rankings.items():
-            joined_rankings[task_id] = joined(task_rankings, self.config.join)[:keep]
-        return joined_rankings
+        if candidates is None:
+            answers = {query_id: ranker_config.matches(answers[query_id]) for query_id in task_ids}
+
+        rankings = {task.query_id: [] for task in queries}
+        for query_id, task_id in task_ids.items():
+            rankings[task_id].append(answers[query_id])
+        return {
+            task_id: joined(task_rankings, self.config.join)[:keep]
+            for task_id, task_rankings in rankings.items()
+        }
 
     def _write(self, queries: Sequence[Query]) -> dict[str, list[str]]:
         """Ask the model to write queries for each task.
@@ -129,24 +133,29 @@ class Expand:
         Returns:
             Written queries by task id, for tasks with a usable answer.
         """
-        llm = LLM(self.config.llm)  # for both rounds of questions: it counts their tokens and cost
+        llm = LLM(self.config.llm)
         questions = _questions(self.config, llm, self.config.count, queries)
-        estimate_cost(questions)  # prints the cost
+        estimate_cost(questions)
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
         values = outcome.values
         is_down = "down" in self.counts["unusable"]
         if self.config.count > 1 and outcome.dropped and not is_down:
-            # Ask again about failed tasks, for one query each: that is easier (SkillFlow, A.2).
-            failed_ids = {row.query_id for row in outcome.dropped}
-            failed = [query for query in queries if query.query_id in failed_ids]
-            single_questions = _questions(self.config, llm, count=1, queries=failed)
-            single = ask_all(single_questions, drop_if_down=True)
-            values = [*values, *single.values]
-            self.counts |= single.used  # tokens and cost of both rounds
-            self.counts["num_single"] = len(single.values)
-            self.counts["num_unusable"] = len(single.dropped)
+            values = [*values, *self._write_single(llm, queries, outcome.dropped)]
         return {item.query_id: texts for item, texts in values}
+
+    def _write_single(
+        self, llm: LLM, queries: Sequence[Query], dropped: Sequence[Dropped]
+    ) -> list[tuple[Ask, list[str]]]:
+        """Ask the model for one query for each dropped task, and update the counts."""
+        failed_ids = {row.query_id for row in dropped}
+        failed = [query for query in queries if query.query_id in failed_ids]
+        questions = _questions(self.config, llm, count=1, queries=failed)
+        outcome = ask_all(questions, drop_if_down=True)
+        self.counts |= outcome.used
+        self.counts["num_single"] = len(outcome.values)
+        self.counts["num_unusable"] = len(outcome.dropped)
+        return outcome.values
 
 
 def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
@@ -154,8 +163,7 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
 
     Args:
         rankings: One ranking per query. Empty rankings are ignored.
-        join: How to score a skill. `union` and `max` mean the same: its best score. `mean`: its
-            mean score over the rankings. `rrf`: see `fuse`.
+        join: How to score a skill, see `ExpandConfig.join`.
     """
     if join == "rrf" and len(rankings) > 1:
         return fuse(rankings, (1.0,) * len(rankings), "rrf")
@@ -169,7 +177,6 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
             if skill_id in table:
                 scores.append(table[skill_id])
             elif join == "mean":
-                # A ranking that lacks the skill counts with its lowest score.
                 scores.append(lowest_score)
         joined_scores[skill_id] = fmean(scores) if join == "mean" else max(scores)
     return sorted(joined_scores.items(), key=lambda pair: -pair[1])
@@ -199,7 +206,6 @@ def read_queries(count: int, ask: Ask, answer: str) -> list[str]:
         AnswerError: There is no query, or one is too long.
     """
     texts = [answer.strip("\"'`“” \n")] if count == 1 else read_texts(answer)
-    # One character more than allowed, so that a longer text is noticed.
     lines = dict.fromkeys(untrusted_line(text, _MAX_CHARS + 1) for text in texts)
     queries = [line for line in lines if line][:count]
     if not queries or max(map(len, queries)) > _MAX_CHARS:

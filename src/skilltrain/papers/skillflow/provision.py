@@ -1,4 +1,12 @@
-"""Write retrieved skills to folders for an agent: SKILL.md and bundled files of each skill."""
+"""Write retrieved skills to folders for an agent: SKILL.md and bundled files of each skill.
+
+Notes:
+    - Every skill is screened once, with its current bundled files. With `leave_out`, a skill that
+      the screening flags is left out.
+    - Names of folders only have letters, digits, `_` and `-`, so that no name leads out of the
+      output folder.
+    - `provisioned.json` maps the folders of each query to skill ids.
+"""
 
 import re
 import unicodedata
@@ -34,18 +42,12 @@ def provision(
 ) -> dict[str, int]:
     """Write the first `top` skills of each query into `out`/QUERY/SKILL.
 
-    Every skill is screened with its current bundled files. Folder names only have letters, digits,
-    `_` and `-`, so that no name leads out of `out`. `provisioned.json` maps folders to skill ids.
-
     Args:
         rankings: Ranking by query id.
         pool: Pool that was ranked.
         top: Number of skills for each query.
         out: Folder to write.
-        flagged: Whether to leave out or to write skills that screening flags.
-
-    Returns:
-        Number of folders written, and number of skills left out because they are flagged.
+        flagged: `use` writes skills that the screening flags.
 
     Raises:
         SkilltrainError: The pool lacks a skill, or `out` exists and is no empty folder.
@@ -59,41 +61,43 @@ def provision(
                 problem = f"skill '{skill_id}' is not in the pool"
                 raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
 
-    # Screen each skill once. A flagged skill has None instead of files, and is left out.
-    files: dict[str, list[BundledFile] | None] = {}
+    files = {}  # None: the skill is left out
     for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):
         files[skill_id] = _bundled_files(skills[skill_id], flagged)
 
-    # Write a folder for each query, with a folder for each skill.
-    ids_by_folder: dict[str, dict[str, str]] = {}  # a dict of each query, by query id
+    ids_by_folder = {}  # a dict of each query, by query id
     num_skills = 0
     with staged_folder(out) as folder:
         for query_id, skill_ids in chosen.items():
             query_folder = folder / free_name(query_id, folder)
-            query_folder.mkdir()
-            ids_by_folder[query_id] = {}
-            for skill_id in skill_ids:
-                bundled = files[skill_id]
-                if bundled is not None:
-                    skill = skills[skill_id]
-                    target = query_folder / free_name(skill.name, query_folder)
-                    write_skill(skill, target, bundled)
-                    ids_by_folder[query_id][f"{query_folder.name}/{target.name}"] = skill_id
-                    num_skills += 1
+            contents = [(skills[skill_id], files[skill_id]) for skill_id in skill_ids]
+            ids_by_folder[query_id] = _write_skills(query_folder, contents)
+            num_skills += len(ids_by_folder[query_id])
         write_json(folder / NAMES_FILE, ids_by_folder)
     return {"num_skills": num_skills, "num_flagged": list(files.values()).count(None)}
 
 
-def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
-    """Screen a skill and return its bundled files.
+def _write_skills(
+    query_folder: Path, contents: Sequence[tuple[Skill, Sequence[BundledFile] | None]]
+) -> dict[str, str]:
+    """Write a folder for each skill, and return the skill ids by folder.
 
     Args:
-        skill: The skill.
-        flagged: Whether to leave out or to use a skill that the screening flags.
-
-    Returns:
-        The files; None for a flagged skill that is left out.
+        query_folder: Folder of the query.
+        contents: Each skill with its bundled files. A skill with None is left out.
     """
+    query_folder.mkdir()
+    id_by_folder = {}
+    for skill, files in contents:
+        if files is not None:
+            target = query_folder / free_name(skill.name, query_folder)
+            write_skill(skill, target, files)
+            id_by_folder[f"{query_folder.name}/{target.name}"] = skill.skill_id
+    return id_by_folder
+
+
+def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
+    """Screen a skill and return its bundled files, or None if it must be left out."""
     original = find_skill_file(skill)
     files, num_unread = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)

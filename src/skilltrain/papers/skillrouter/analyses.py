@@ -1,4 +1,17 @@
-"""Analyses of SkillRouter's paper: attention by field, structure of gold skills, pass rates."""
+"""Analyses of SkillRouter's paper: attention by field, structure of gold skills, pass rates.
+
+Appendix H estimates a pass rate from each measure in COVERAGES: rate without skills + measure x
+(rate with gold skills - rate without skills).
+
+Notes:
+    - The columns `gold` and `others` of a structure are medians, or means of features that are 0 or
+      1. `p` is that of a Mann-Whitney test, corrected by Holm over all features. `effect` is the
+      probability that a random gold skill has a higher value than a random other skill; a tie
+      counts half.
+    - The CommonMark parser sees up to 20 nested blocks. Headings, list items, inline code and links
+      are counted outside code blocks, words in the whole body.
+    - The features of mentioned paths replace SkillFlow's features of bundled files.
+"""
 
 import re
 from collections import Counter
@@ -98,16 +111,12 @@ class PassRates(Analysis):
 def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     """Estimate the share of tasks that each agent passes with each system.
 
-    Source: SkillRouter, appendix H. For each measure in COVERAGES, the estimate is
-    rate without skills + measure x (rate with gold skills - rate without skills).
-
     Args:
         means: Mean by system and measure.
 
     Returns:
         A row for each system and agent. The last agent is the average of all agents.
     """
-    # Each agent has two pass rates: without skills, and with the gold skills.
     text = Path(__file__).with_name("agents.yaml").read_text(encoding="utf-8")
     rates_by_agent = parse_yaml(text, "agents.yaml")
     rates_by_agent[AVERAGE] = np.mean(list(rates_by_agent.values()), axis=0).tolist()
@@ -117,36 +126,36 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
         if not coverages:
             continue
         for agent, (rate_without, rate_with_gold) in rates_by_agent.items():
-            gain = rate_with_gold - rate_without
-            estimates = {}
-            for name, coverage in coverages.items():
-                mean = rate_without + gain * coverage.mean
-                low = rate_without + gain * coverage.low
-                high = rate_without + gain * coverage.high
-                estimates[name] = Interval(mean, low, high, coverage.n)
-            row = {
-                "system": system,
-                "agent": agent,
-                "without_skills": rate_without,
-                "with_gold": rate_with_gold,
-                "estimates": estimates,
-            }
-            rows.append(row)
+            rows.append(
+                {
+                    "system": system,
+                    "agent": agent,
+                    "without_skills": rate_without,
+                    "with_gold": rate_with_gold,
+                    "estimates": {
+                        name: _estimate(coverage, rate_without, rate_with_gold)
+                        for name, coverage in coverages.items()
+                    },
+                }
+            )
     return rows
 
 
+def _estimate(coverage: Interval, rate_without: float, rate_with_gold: float) -> Interval:
+    """Estimate a pass rate from the share of covered tasks and two pass rates of an agent."""
+    gain = rate_with_gold - rate_without
+    mean = rate_without + gain * coverage.mean
+    low = rate_without + gain * coverage.low
+    high = rate_without + gain * coverage.high
+    return Interval(mean, low, high, coverage.n)
+
+
 def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> list[Row]:
-    """Compare the structure of gold skills with that of other skills.
+    """Compare the structure of gold skills with that of other skills, in a row for each feature.
 
     Args:
         gold_bodies: Bodies of the gold skills.
-        other_bodies: Bodies of other skills, without the gold ones.
-
-    Returns:
-        A row for each feature. `gold` and `others` are medians (means of features that are 0 or 1).
-        `p` is that of a Mann-Whitney test, corrected by Holm over all features. `effect` is the
-        probability that a random gold skill has a higher value than a random other skill; a tie
-        counts half.
+        other_bodies: Bodies of all other skills.
 
     Raises:
         SkilltrainError: There is no gold skill, or no other skill.
@@ -161,43 +170,35 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
             problem = f"no {side} skills, whose structure could be compared"
             raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.structure")
 
-    # Compare the columns of both tables [skill, feature].
-    gold = np.array([list(features.values()) for features in gold_features])
-    other = np.array([list(features.values()) for features in other_features])
+    gold = np.array([list(features.values()) for features in gold_features])  # [skill, feature]
+    other = np.array([list(features.values()) for features in other_features])  # [skill, feature]
     test = mannwhitneyu(gold, other, alternative="two-sided")
-    effects = test.statistic / (len(gold) * len(other))
+    effects = test.statistic / (len(gold) * len(other))  # [feature]
     p_values = holm(test.pvalue)
     rows = []
     for column, name in enumerate(gold_features[0]):
         average = np.mean if name in _MENTIONS else np.median
-        row = {
-            "feature": name,
-            "gold": average(gold[:, column]),
-            "others": average(other[:, column]),
-            "p": p_values[column],
-            "effect": float(effects[column]),
-            "num_gold": len(gold),
-            "num_others": len(other),
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "feature": name,
+                "gold": average(gold[:, column]),
+                "others": average(other[:, column]),
+                "p": p_values[column],
+                "effect": float(effects[column]),
+                "num_gold": len(gold),
+                "num_others": len(other),
+            }
+        )
     return rows
 
 
 def structure_features(body: str) -> dict[str, float]:
-    """Measure the structure of a skill's body, parsed as CommonMark with up to 20 nested blocks.
-
-    Headings, list items, inline code and links are counted outside code blocks, words in the whole
-    body. Two features are 1 if the body mentions the path of a script or of a reference file
-    anywhere, and else 0. They replace SkillFlow's features of bundled files.
-
-    Returns:
-        Value by feature.
-    """
+    """Measure the structure of a skill's Markdown body, as values by feature."""
     text = body.replace("\r\n", "\n")
     blocks = _MARKDOWN.parse(text)
     num_words = len(words_of(text))
     code = [block.content for block in blocks if block.type == "fence"]
-    num_tokens: Counter[str] = Counter()  # Markdown tokens by type
+    num_tokens = Counter()  # Markdown tokens by type
     for block in blocks:
         num_tokens[block.type] += 1
         num_tokens.update(token.type for token in block.children or ())

@@ -8,6 +8,11 @@ Three things differ from the paper on purpose:
 - The prompt also forbids the other gold skills of the same tasks: they often solve the "different
   problem of the same domain".
 - No query is shown, so that the benchmark's words do not leak into the pool.
+
+Notes:
+    - A copy of a gold skill would be a right answer that counts as wrong.
+    - A distractor without a usable answer is in DROPPED, with its last fault.
+    - Screening is left to the stage `pool`.
 """
 
 import math
@@ -79,11 +84,7 @@ class Distractors(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write SKILLS and DROPPED. The id of a distractor names its gold skill and strategy.
-
-        A distractor without a usable answer is in DROPPED, with its last fault. Screening is left
-        to the stage `pool`.
-        """
+        """Write SKILLS and DROPPED. The id of a distractor names its gold skill and strategy."""
         questions = _questions(self)
         outcome = ask(questions)
         write_table([skill for _, skill in outcome.values], SKILLS, out)
@@ -128,26 +129,9 @@ def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
 
 
 def _questions(config: Distractors) -> Questions[Distractor, Skill]:
-    """Return the questions to the chat model, one for each distractor.
-
-    The distractors of a gold skill follow each other. All strategies take turns.
-    """
+    """Return the questions to the chat model, one for each distractor."""
     golds = gold_skills(config)
-    strategies = list(islice(cycle(STRATEGIES), config.num_distractors))
-    totals = Counter(strategies)  # distractors of a gold skill, by strategy
-    items = []
-    for gold, siblings in golds:
-        num_by_strategy = Counter()
-        for strategy in strategies:
-            # The number of this distractor among those of the same strategy, from 1.
-            num_by_strategy[strategy] += 1
-            number = num_by_strategy[strategy]
-            skill_id = f"distractor/{gold.skill_id}/{strategy}"
-            if number > 1:
-                skill_id += f"-{number}"
-            items.append(Distractor(skill_id, gold, siblings, strategy, number, totals[strategy]))
-
-    # Skills that a distractor must not copy.
+    items = _items(golds, config.num_distractors)
     gold_trigrams = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
     distractor_trigrams = []
 
@@ -166,17 +150,35 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
     )
 
 
+def _items(golds: Sequence[tuple[Skill, tuple[Skill, ...]]], num_each: int) -> list[Distractor]:
+    """List the distractors of all gold skills. All strategies take turns.
+
+    Args:
+        golds: Each gold skill with its siblings.
+        num_each: Number of distractors of a gold skill.
+    """
+    strategies = list(islice(cycle(STRATEGIES), num_each))
+    totals = Counter(strategies)
+    items = []
+    for gold, siblings in golds:
+        for position, strategy in enumerate(strategies):
+            number = position // len(STRATEGIES) + 1
+            skill_id = f"distractor/{gold.skill_id}/{strategy}"
+            if number > 1:
+                skill_id += f"-{number}"
+            items.append(Distractor(skill_id, gold, siblings, strategy, number, totals[strategy]))
+    return items
+
+
 def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """Return each gold skill with its siblings. Two gold skills are siblings if a query needs both.
+    """Return each gold skill with its siblings, the other gold skills of its queries.
 
     Raises:
         SkilltrainError: A gold skill is neither in the benchmark's folder nor in the pool.
     """
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     skills = {gold.skill_id: gold for gold in benchmark.golds}
-
-    # Collect the distinct siblings of each gold skill, in the order of the tasks.
-    siblings_by_gold: dict[str, list[Skill]] = {}  # the key is a skill id
+    siblings_by_gold = {}
     for task in benchmark.tasks:
         golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]
         for gold in golds:
@@ -253,13 +255,11 @@ def _check_copy(
 ) -> None:
     """Raise AnswerError if a skill has the name of another skill, or nearly its body.
 
-    A copy of a gold skill would be a right answer that counts as wrong.
-
     Args:
         skill: The skill.
         trigrams: Trigrams of its body.
-        references: Skills to compare with, each with its trigrams.
-        kind: Kind of the error if the bodies are nearly equal.
+        references: Other skills, each with its trigrams.
+        kind: Kind of the error for the body.
     """
     for other, other_trigrams in references:
         other_id = other.skill_id

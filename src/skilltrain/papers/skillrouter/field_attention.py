@@ -1,4 +1,27 @@
-"""Attention of a reranker to name, description and body (SkillRouter, 3.2 and appendix F)."""
+"""Attention of a reranker to name, description and body (SkillRouter, 3.2 and appendix F).
+
+The row of `field_attention` holds averages over all pairs. Each share is a dict of a number by name
+of the field:
+
+- `model`: name of the reranker.
+- `layers`: share of attention in each layer.
+- `groups`: share in the first quarter of the layers, the middle half and the last quarter.
+- `overall`: share averaged over all layers.
+- `tokens`: share of the skill's tokens. Uniform attention would give the same share.
+- `pairs`: a dict for each pair, with `overall`, `tokens` and the number of tokens cut away.
+
+Notes:
+    - A field that is empty, not in the template, or cut away has the share 0.
+    - The scoring position is the token whose output gives the score: the last token in a causal
+      model, which answers yes or no, and else the first token.
+    - The matrices of all layers together would take too much memory, so one row of each is kept.
+    - `attention_rows` does not call the `forward` of a causal reranker, which changes the attention
+      to score several pairs at once.
+    - Where a token belongs to several fields, most of its characters decide: ` pods` belongs to the
+      name, although its space does not. If a character takes several tokens, each of them counts.
+    - For a run of spaces, some tokenizers return an empty span after the last space. An empty span
+      is widened by the character before it.
+"""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,6 +41,8 @@ from skilltrain.terminal import track
 
 FIELDS = FIELDS_SEEN["full"]
 LayerShares = Float[np.ndarray, "layer field"]
+FieldMask = Bool[np.ndarray, "token field"]
+"""Whether a token belongs to a field."""
 
 
 def field_attention(
@@ -25,26 +50,13 @@ def field_attention(
 ) -> Row:
     """Measure how the attention to a skill is distributed over its fields, averaged over pairs.
 
-    A field that is empty, not in the template, or cut away has the share 0.
-
     Args:
         reranker: The model.
         pairs: Queries and skills.
         model_name: Name of the reranker in a report.
 
-    Returns:
-        Averages over all pairs. Each share is a dict of a number by name of the field.
-
-        - `model`: name of the reranker.
-        - `layers`: share of attention in each layer.
-        - `groups`: share in the first quarter of the layers, the middle half and the last quarter.
-        - `overall`: share averaged over all layers.
-        - `tokens`: share of the skill's tokens. Uniform attention would give the same share.
-        - `pairs`: a dict for each pair, with `overall`, `tokens` and the number of tokens cut away.
-
     Raises:
-        SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
-            single scoring position.
+        SkilltrainError: There is no pair, or the model is not supported.
     """
     pooling = getattr(reranker.network.config, "classifier_pooling", "cls")
     if pooling != "cls":
@@ -54,27 +66,30 @@ def field_attention(
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model_name)
 
-    shares: list[LayerShares] = []  # of each pair
-    token_shares: list[Float[np.ndarray, " field"]] = []
+    shares = []  # [layer, field] each
+    token_shares = []  # [field] each
     rows = []
     with _eager_attention(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             [pair] = reranker.tokenize(query.text, [skill])
             in_field = token_fields(reranker, skill)  # [token, field]
-            num_tokens = len(in_field) - pair.num_cut  # tokens of the skill that the model sees
+            num_tokens = len(in_field) - pair.num_cut
             in_field = in_field[:num_tokens]
-            shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
-            token_shares.append(in_field.sum(0) / in_field.sum())
-            row = {
-                "query_id": query.query_id,
-                "skill_id": skill.skill_id,
-                "overall": _by_field(shares[-1].mean(0)),
-                "tokens": _by_field(token_shares[-1]),
-                "num_cut": pair.num_cut,
-            }
-            rows.append(row)
+            pair_shares = _pair_shares(reranker, pair, in_field, model_name, skill.skill_id)
+            shares.append(pair_shares)
+            pair_tokens = in_field.sum(0) / in_field.sum()  # [field]
+            token_shares.append(pair_tokens)
+            rows.append(
+                {
+                    "query_id": query.query_id,
+                    "skill_id": skill.skill_id,
+                    "overall": _by_field(pair_shares.mean(0)),
+                    "tokens": _by_field(pair_tokens),
+                    "num_cut": pair.num_cut,
+                }
+            )
 
-    means = _layer_means(np.mean(shares, axis=0))  # `layers`, `groups` and `overall`
+    means = _layer_means(np.mean(shares, axis=0))
     tokens = _by_field(np.mean(token_shares, axis=0))
     return {"model": model_name, **means, "tokens": tokens, "pairs": rows}
 
@@ -82,13 +97,11 @@ def field_attention(
 def _pair_shares(
     reranker: Reranker,
     pair: PairIds,
-    in_field: Bool[np.ndarray, "token field"],
+    in_field: FieldMask,
     model_name: str,
     skill_id: str,
 ) -> LayerShares:
     """Return the share of attention to each field of a skill, for each layer.
-
-    The attention of the scoring position (see `attention_rows`) is normalised over the fields.
 
     Args:
         reranker: The model.
@@ -96,21 +109,16 @@ def _pair_shares(
         in_field: Whether a token of the skill belongs to a field.
         model_name: Name of the reranker, for errors.
         skill_id: Id of the skill, for errors.
-
-    Raises:
-        SkilltrainError: The reranker sees no token of any field, or a layer gives no attention to
-            the fields.
     """
     if not in_field.any():
         problem = "the reranker sees no token of this skill's name, description or body"
         raise SkilltrainError("nothing-to-analyse", problem, where=f"skill {skill_id}")
-    # The tokens of a pair: query, skill, and the template's words after the skill.
-    skill_start = pair.second_start
-    skill_end = skill_start + len(in_field)
-    attention = attention_rows(reranker, pair)[:, skill_start:skill_end]  # [layer, token]
+    skill_end = pair.second_start + len(in_field)
+    attention = attention_rows(reranker, pair)[:, pair.second_start : skill_end]  # [layer, token]
     weights = attention @ in_field  # [layer, field]
     sums = weights.sum(1, keepdims=True)  # [layer, 1]
-    bad_layers = np.flatnonzero(~(sums > 0))  # 0 or NaN
+    has_sum = sums > 0  # [layer, 1]; False for NaN
+    bad_layers = np.flatnonzero(~has_sum)
     if bad_layers.size:
         problem = f"layer {bad_layers[0]} gives the fields no attention that could be compared"
         raise SkilltrainError(
@@ -155,42 +163,18 @@ def _eager_attention(network: Any) -> Iterator[None]:
 def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "layer token"]:
     """Return the attention of the scoring position in each layer, averaged over heads.
 
-    The scoring position is the token whose output gives the score: the last token in a causal
-    model, which answers yes or no, and else the first token.
-
     Raises:
         SkilltrainError: The attention of a layer cannot be read.
     """
     network = reranker.network
     is_causal = reranker.yes_no_ids is not None
     position = -1 if is_causal else 0
-    rows = []  # one for each layer
-
-    def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
-        """Store one row of attention weights, and remove the weights from a module's outputs.
-
-        All matrices together would take too much memory. A module without weights is ignored.
-        """
-        if not isinstance(outputs, tuple) or len(outputs) < 2:
-            return None
-        hidden, weights, *further_outputs = outputs
-        if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
-            return None
-        row = weights[0, :, position]  # [head, token]
-        rows.append(row.double().mean(0).cpu().numpy())
-        return (hidden, None, *further_outputs)
-
-    hooks = [module.register_forward_hook(keep_row) for module in network.modules()]
-    try:
+    with _recorded_attention(network, position, len(pair)) as rows:
         if is_causal:
-            # `reranker.forward` would change the attention, to score several pairs at once.
             token_ids = torch.tensor([pair.ids], device=reranker.device)  # [1, token]
             network.get_decoder()(token_ids, use_cache=False)
         else:
             reranker([pair])
-    finally:
-        for hook in hooks:
-            hook.remove()
     num_layers = network.config.num_hidden_layers
     if len(rows) != num_layers:
         problem = (
@@ -201,16 +185,41 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     return np.stack(rows)
 
 
-def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token field"]:
+@contextmanager
+def _recorded_attention(network: Any, position: int, num_tokens: int) -> Iterator[list[np.ndarray]]:
+    """Record one row of each layer's attention while the network runs in the `with` block.
+
+    Args:
+        network: The network.
+        position: Token whose row is recorded.
+        num_tokens: Number of tokens of the input.
+    """
+    rows = []  # [token] each
+
+    def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
+        """Store one row of attention weights, and remove the weights from a module's outputs."""
+        if not isinstance(outputs, tuple) or len(outputs) < 2:
+            return None
+        hidden, weights, *further_outputs = outputs
+        if not isinstance(weights, Tensor) or weights.shape[-2:] != (num_tokens, num_tokens):
+            return None
+        row = weights[0, :, position]  # [head, token]
+        rows.append(row.double().mean(0).cpu().numpy())
+        return (hidden, None, *further_outputs)
+
+    hooks = [module.register_forward_hook(keep_row) for module in network.modules()]
+    try:
+        yield rows
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def token_fields(reranker: Reranker, skill: Skill) -> FieldMask:
     """Return which field each token of a skill belongs to, as the reranker tokenises it.
 
-    - A token belongs to the field that most of its characters come from: ` pods` belongs to the
-      name, although its space does not.
-    - Tokens of separators and of the template's words belong to no field.
-    - If a character takes several tokens, each of them counts.
-
     Returns:
-        A row for each token, with at most one True.
+        A row for each token, with at most one True. A separator or a word of the template has none.
     """
     template = reranker.settings.template
     prompt = template.skill_prompt()
@@ -218,23 +227,30 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     text = lead + template.render_skill(skill)
     ids, spans = reranker.pair_tokenizer.text.ids_and_spans(text)
     [skill_ids] = reranker.pair_tokenizer.skill_ids([skill])
-    num_lead = len(ids) - len(skill_ids)  # tokens of the lead alone
-    if ids[num_lead:] != skill_ids:
+    num_lead_tokens = len(ids) - len(skill_ids)
+    if ids[num_lead_tokens:] != skill_ids:
         raise RuntimeError("a skill's tokens and its characters do not match")
 
-    # Find the field of each character.
     char_in_field = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
     field_start = len(lead)
     for field, field_text in template.skill.field_texts(skill).items():
         field_end = field_start + len(field_text)
         char_in_field[field_start:field_end, FIELDS.index(field)] = True
         field_start = field_end + len(template.skill.separator)
+    return _token_in_field(char_in_field, spans[num_lead_tokens:])
 
-    # Find the field of each token.
-    in_field = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)  # [token, field]
-    for token, (start, end) in enumerate(spans[num_lead:]):
-        # For a run of spaces, some tokenizers return an empty span after the last space. Widen an
-        # empty span by the character before it.
+
+def _token_in_field(
+    char_in_field: Bool[np.ndarray, "character field"], spans: Sequence[tuple[int, int]]
+) -> FieldMask:
+    """Return the field that most characters of each token belong to.
+
+    Args:
+        char_in_field: Whether a character belongs to a field.
+        spans: Start and end of each token's characters.
+    """
+    in_field = np.zeros((len(spans), len(FIELDS)), dtype=bool)  # [token, field]
+    for token, (start, end) in enumerate(spans):
         start = min(start, end - 1)
         num_chars = char_in_field[start:end].sum(0)  # [field]
         if num_chars.any():

@@ -3,6 +3,16 @@
 The score of a candidate is alpha x similarity + (1 - alpha) x its mean compatibility with the
 skills of earlier steps. The similarity is the ranker's score, rescaled to 0..1 over the candidates
 of a step, so that any ranker will do. Texts of tasks and skills are untrusted.
+
+The compatibility of two skills is the mean of three shares:
+
+- common categories (Jaccard),
+- common words, relative to the skill with fewer words,
+- kinds of data that the later skill takes and the earlier skill gives.
+
+Notes:
+    - BM25 gives every skill the score 0 if it knows no word of a text. Then no skill fits.
+    - Short Latin words such as "the" tell nothing about a skill. A Chinese word is always short.
 """
 
 import re
@@ -95,22 +105,19 @@ def compose(
     skills: Mapping[str, Skill],
     alpha: float,
 ) -> tuple[Step, ...]:
-    """Choose a skill for each step of a task.
+    """Choose a skill for each step of a task. A step has no skill if all its scores are 0.
 
     Args:
         task: The whole task.
         texts: The steps in words.
         rankings: Skills retrieved for each step.
         skills: Skills by id.
-        alpha: Weight of similarity, 0 to 1. The rest is the weight of compatibility.
-
-    Returns:
-        The steps. A step has no skill if no skill fits.
+        alpha: Weight of similarity against compatibility.
     """
     steps = []
     for text, after, ranking in zip(texts, dependencies(task, texts), rankings, strict=True):
-        # BM25 gives every skill the score 0 if it knows no word of a text: no skill fits.
-        candidates = ranking if any(score for _, score in ranking) else []
+        scores = [score for _, score in ranking]
+        candidates = ranking if any(scores) else []
         earlier_skills = [step.skill for step in steps if step.skill]
         skill = _best_skill(candidates, earlier_skills, skills, alpha) if candidates else None
         steps.append(Step(text, after, candidates, skill))
@@ -120,13 +127,13 @@ def compose(
 def _best_skill(
     ranking: Ranking, earlier_skills: Sequence[Skill], skills: Mapping[str, Skill], alpha: float
 ) -> Skill:
-    """Return the skill with the highest total score (equation 4). The first one wins a tie.
+    """Return the skill with the highest total score. The first one wins a tie.
 
     Args:
         ranking: Candidates of a step.
         earlier_skills: Skills chosen for earlier steps.
         skills: Skills by id.
-        alpha: Weight of similarity. The rest is the weight of compatibility.
+        alpha: Weight of similarity against compatibility.
     """
     scores = [score for _, score in ranking]
     lowest = min(scores)
@@ -145,14 +152,7 @@ def _best_skill(
 
 
 def compatibility(earlier: Skill, later: Skill) -> float:
-    """Return how well one skill follows another, from 0 to 1.
-
-    It is the mean of three shares:
-
-    - common categories (Jaccard),
-    - common words, relative to the skill with fewer words,
-    - kinds of data that the later skill takes and the earlier skill gives.
-    """
+    """Return how well one skill follows another, from 0 to 1."""
     first = _traits(earlier)
     second = _traits(later)
     num_categories = len(first.categories | second.categories)
@@ -179,7 +179,6 @@ def _traits(skill: Skill) -> _Traits:
     """Return the traits of a skill."""
     text = f"{skill.name}. {skill.description}"
     categories = {name.strip().lower() for name in (skill.category or "").split(",")} - {""}
-    # Short Latin words such as "the" tell nothing; a Chinese word is short.
     words = {word for word in words_of(text) if len(word) > 3 or not word.isascii()}
     return _Traits(
         frozenset(categories),
@@ -227,15 +226,16 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     steps = []
     for number, step in enumerate(plan.steps, 1):
         candidates = [{"skill_id": skill_id, "score": score} for skill_id, score in step.candidates]
-        row = {
-            "step": number,
-            "text": step.text,
-            "depends_on": _count_from_1(step.after),
-            "skill_id": step.skill_id,
-            "name": step.skill.name if step.skill else None,
-            "candidates": candidates,
-        }
-        steps.append(row)
+        steps.append(
+            {
+                "step": number,
+                "text": step.text,
+                "depends_on": _count_from_1(step.after),
+                "skill_id": step.skill_id,
+                "name": step.skill.name if step.skill else None,
+                "candidates": candidates,
+            }
+        )
     rounds = [
         {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
     ]

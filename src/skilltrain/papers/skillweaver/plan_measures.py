@@ -3,6 +3,10 @@
 The i-th planned step is compared with the i-th gold step. A gold step without a planned step counts
 as missed. Where a benchmark does not say which skill does which step, these measures are absent.
 Every measure is a share of the steps or skills of one task; means over tasks are taken elsewhere.
+
+An alternative of a gold skill counts like the gold skill. The oracle is the skills retrieved for
+the texts of the gold steps: if it finds a skill that no planned step finds, the planned steps are
+at fault, else the retriever.
 """
 
 from collections.abc import Mapping, Sequence
@@ -117,19 +121,13 @@ def plan_values(
 def _gold_values(
     task: Task, retrieved: SkillsByStep, chosen_ids: set[str], oracle: SkillsByStep
 ) -> dict[str, float]:
-    """Compute the shares of gold skills that are retrieved, chosen, or lost in a stage of planning.
-
-    The stages are decomposition, retrieval and composition. An alternative of a gold skill counts
-    like the gold skill.
+    """Compute the shares of gold skills that each stage of planning finds or loses.
 
     Args:
         task: The task with its gold steps and gold skills.
         retrieved: Skills retrieved for each planned step.
         chosen_ids: Skills chosen for any step.
-        oracle: Skills retrieved for each gold step, with the step's text as the query.
-
-    Returns:
-        Value by measure.
+        oracle: Skills retrieved for each gold step.
     """
     accepted_ids = {gold_id: {gold_id} for gold_id in sorted(task.relevance.gold)}
     for skill_id, gold_id in task.relevance.alternatives.items():
@@ -139,22 +137,15 @@ def _gold_values(
         """Return the gold skills that are among the given skills."""
         return {gold_id for gold_id, accepted in accepted_ids.items() if accepted & skill_ids}
 
-    # The gold skills that count for each measure.
-    gold_by_measure = {f"Skill R@{k}": gold_among(_top_ids(retrieved, k)) for k in CUTOFFS}
+    retrieved_gold = gold_among(_top_ids(retrieved, k=None))
     chosen_gold = gold_among(chosen_ids)
+    gold_by_measure = {f"Skill R@{k}": gold_among(_top_ids(retrieved, k)) for k in CUTOFFS}
     gold_by_measure["Chosen"] = chosen_gold
-
-    # Skills that a planned step found, but that were not chosen.
-    retrieved_gold = gold_among(_top_ids(retrieved, k=None))  # at any rank
     gold_by_measure["Lost in composition"] = retrieved_gold - chosen_gold
-
     if task.steps:
-        oracle_gold = gold_among(_top_ids(oracle, k=None))  # at any rank
-        gold_by_measure["Oracle Skill R@10"] = gold_among(_top_ids(oracle, k=10))
-
-        # Skills that no planned step found. If the text of a gold step finds the skill, the planned
-        # steps are at fault, else the retriever.
+        oracle_gold = gold_among(_top_ids(oracle, k=None))
         missed_gold = set(accepted_ids) - retrieved_gold
+        gold_by_measure["Oracle Skill R@10"] = gold_among(_top_ids(oracle, k=10))
         gold_by_measure["Lost in decomposition"] = missed_gold & oracle_gold
         gold_by_measure["Lost in retrieval"] = missed_gold - oracle_gold
     return {name: len(gold) / len(accepted_ids) for name, gold in gold_by_measure.items()}
@@ -177,13 +168,13 @@ def _recall(gold: Sequence[str], skills_by_step: SkillsByStep, k: int) -> float:
 def _category_recall(
     gold: Sequence[str], skills_by_step: SkillsByStep, k: int, categories: Mapping[str, str | None]
 ) -> float:
-    """Return `_recall` with any skill of the gold skill's category as a hit.
+    """Return the share of gold steps whose category is among the first `k` skills of the same step.
 
     Args:
         gold: Gold skill of each step.
         skills_by_step: Skills of each step.
         k: Number of skills of a step that count.
-        categories: Category by skill id; None for a skill without one, which never hits.
+        categories: Category by skill id. None never hits.
     """
     num_hits = 0
     for gold_id, skill_ids in zip(gold, skills_by_step, strict=False):

@@ -4,6 +4,18 @@ In Skill-Aware Decomposition, the model sees the skills that were retrieved for 
 and plans again. A round holds the steps, the hints, and the Jaccard similarity of the hints to
 those of the previous round. The paper stops above 0.6. Its own rounds (0.32, 0.47, 0.52) never
 reach that, so that the number of rounds decides.
+
+Notes:
+    - If no answer of a model is usable for a task, rules plan it. A task without a first round has
+      no usable answer, or ReAct ended without a search.
+    - One `LLM` counts the budget of all requests of a planner.
+    - LLM-Direct sees the gold skills and the skills nearest to the task. They are sorted by id, so
+      that their order does not show which ones are gold. The gold skills survive the cut.
+    - A skill that LLM-Direct chose is the only candidate of its step, with score 1.
+    - ReAct stops by itself, with an empty search, or after MAX_STEPS searches. Each search is a
+      step, and each request shows the results of all earlier searches of the task.
+    - Of the hints, the first skill of every step comes before the second skill of any step.
+    - The report compares the hints of all rounds, so the last round gets its hints, too.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -106,46 +118,34 @@ class Planner:
     lenient: bool = False
 
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
-        """Return a plan for each task.
-
-        If no answer of a model is usable for a task, rules plan it, and the plan has a note.
-        """
+        """Return a plan for each task. Rules plan a task if the model fails."""
         rounds, failures = self._decompose(tasks)
-
-        # Retrieve skills for the steps of the last round.
         last_rounds = [rounds[task.query_id][-1] for task in tasks]
         retrieved = find_each(self.find, [last.texts for last in last_rounds], NUM_CANDIDATES)
-
-        # Choose a skill for each step.
         plans = []
         for task, last, retrieved_rankings in zip(tasks, last_rounds, retrieved, strict=True):
             rankings = retrieved_rankings
             if last.chosen:
-                # LLM-Direct chose a skill for each step. It is the only candidate, with score 1.
                 rankings = [[(skill_id, 1.0)] for skill_id in last.chosen]
             alpha = self.config.compose.alpha
             steps = compose(task.text, last.texts, rankings, self.skills, alpha)
             made_by = self.config.decomposer.kind
-            notes: tuple[str, ...] = ()
+            notes = ()
             if task.query_id in failures:
                 made_by = "rules"
-                reason = failures[task.query_id]
-                notes = (f"planned by rules, for {reason}",)
+                notes = (f"planned by rules, for {failures[task.query_id]}",)
             plans.append(Plan(task, steps, tuple(rounds[task.query_id]), made_by, notes))
         return plans
 
     def _decompose(self, tasks: Sequence[Query]) -> tuple[RoundsByQuery, dict[str, str]]:
-        """Split each task into steps.
-
-        A round holds the steps that one answer of a model gives, or that rules find. Only a model
-        with hints plans a task in several rounds.
+        """Split each task into steps, in one round or several.
 
         Returns:
             Rounds by query id; reason by query id, for tasks that a model failed to plan.
         """
         decomposer = self.config.decomposer
-        rounds: RoundsByQuery = {}
-        failures: dict[str, str] = {}
+        rounds = {}
+        failures = {}
         if isinstance(decomposer, ModelConfig):
             rounds, failures = self._decompose_by_model(decomposer, tasks)
         for task in tasks:
@@ -163,7 +163,7 @@ class Planner:
         Returns:
             Rounds by query id; failure reason by query id, for tasks without a round.
         """
-        llm = LLM(config.llm)  # one for all requests, because it counts the budget
+        llm = LLM(config.llm)
 
         def ask_model(requests: Sequence[Ask]) -> Outcome[Ask, Any]:
             questions = questions_of(config, llm, config.prompt, requests)
@@ -175,13 +175,11 @@ class Planner:
             outcome = ask_model(self._requests_with_choices(config, tasks))
         else:
             outcome = ask_model([Ask(task) for task in tasks])
-        # Each usable answer is the first round of a task. Hints lead to further rounds.
         rounds = {request.query_id: [first_round] for request, first_round in outcome.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             planned_tasks = [request.query for request, _ in outcome.values]
-            self._refine(ask_model, planned_tasks, rounds)  # appends to `rounds`
+            self._refine(ask_model, planned_tasks, rounds)
 
-        # A task has no round if its answer was dropped, or if ReAct ended without a search.
         failures = {}
         for task in tasks:
             if task.query_id not in rounds:
@@ -194,45 +192,35 @@ class Planner:
     def _refine(self, ask_model: AskAll, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Let the model plan again with hints, and append the new rounds to `rounds`.
 
-        A task for which the model fails keeps its earlier steps.
-
         Args:
             ask_model: Sends requests to the model.
             tasks: Tasks that have a first round.
             rounds: Rounds by query id.
         """
-        tasks_in_planning = tasks  # tasks that got a new round, which has no hints yet
+        remaining_tasks = tasks
         for _ in range(self.config.hints.rounds):
-            self._add_hints(tasks_in_planning, rounds)
-            requests = self._hint_requests(tasks_in_planning, rounds)
+            self._add_hints(remaining_tasks, rounds)
+            requests = self._hint_requests(remaining_tasks, rounds)
             if not requests:
                 return
             outcome = ask_model(requests)
-            tasks_in_planning = [request.query for request, _ in outcome.values]
+            remaining_tasks = [request.query for request, _ in outcome.values]
             for request, next_round in outcome.values:
                 rounds[request.query_id].append(next_round)
-
-        # The report of plans compares the hints of all rounds. Only the last round lacks them.
-        self._add_hints(tasks_in_planning, rounds)
+        self._add_hints(remaining_tasks, rounds)
 
     def _add_hints(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Retrieve hints for the steps of each task's last round, and store them in that round.
 
-        Args:
-            tasks: The tasks.
-            rounds: Rounds by query id. The last round of each task is replaced.
+        The best skill of every step comes first, then the second best, and so on.
         """
         max_hints = self.config.hints.count
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         retrieved = find_each(self.find, texts, max_hints)
         for task, rankings in zip(tasks, retrieved, strict=True):
-            # The first skill of every step comes before the second skill of any step. Short
-            # rankings are padded with None.
-            by_rank = chain.from_iterable(zip_longest(*rankings))
-            distinct_ids = dict.fromkeys(candidate[0] for candidate in by_rank if candidate)
-            hints = tuple(distinct_ids)[:max_hints]
-
-            # Compare the hints with those of the previous round.
+            candidates_by_rank = chain.from_iterable(zip_longest(*rankings))
+            hint_ids = dict.fromkeys(pair[0] for pair in candidates_by_rank if pair)
+            hints = tuple(hint_ids)[:max_hints]
             task_rounds = rounds[task.query_id]
             jaccard = None
             if len(task_rounds) > 1:
@@ -247,29 +235,24 @@ class Planner:
         requests = []
         for task in tasks:
             last_round = rounds[task.query_id][-1]
-            similarity = last_round.jaccard  # to the hints of the previous round, if there is one
+            similarity = last_round.jaccard  # None in the first round
             is_stable = similarity is not None and similarity > settings.stop_above
             if last_round.hints and not is_stable:
                 lines = self._describe(last_round.hints, settings.show == "described")
-                # The request shows one text, with its title.
                 requests.append(Ask(task, titled_texts=((_MAY_HELP, lines),)))
         return requests
 
     def _requests_with_choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
         """Return a request for each task, with the skills that the model may choose.
 
-        They are the gold skills and those nearest to the task. They are sorted by id, so that their
-        order does not show which ones are gold.
+        The skills are sorted by id, which hides the gold skills among them.
         """
         requests = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
-            # The gold skills come first, so that the cut to `shown` skills keeps them.
             skill_ids = sorted(self.golds.get(task.query_id, ()))
             skill_ids += [skill_id for skill_id, _ in ranking]
             distinct_ids = list(dict.fromkeys(skill_ids))[: config.shown]
-
-            # Sort all skills by id, which hides the gold skills among them.
             skills = [self.skills[skill_id] for skill_id in sorted(distinct_ids)]
             lines = [
                 f"{number}. {untrusted_line(skill.name)}" for number, skill in enumerate(skills, 1)
@@ -281,37 +264,29 @@ class Planner:
     def _search(self, ask_model: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
         """Let the model search for skills, one search after the other, as in ReAct.
 
-        The model sees the results of its earlier searches of a task. It stops by itself, or after
-        MAX_STEPS searches.
-
         Args:
             ask_model: Sends requests to the model.
             tasks: Tasks to plan.
 
         Returns:
-            A round for each task with a search. Each search is a step of the round.
+            A round for each task with a search, without tokens and cost.
         """
-        searches: dict[str, list[str]] = {task.query_id: [] for task in tasks}
+        searches = {task.query_id: [] for task in tasks}
         dropped = []
         requests = [Ask(task) for task in tasks]
         for _ in range(MAX_STEPS):
             outcome = ask_model(requests)
             dropped += outcome.dropped
-            # Each value is a pair of a request and its search. An empty search means that the model
-            # is done.
             turns = [(request, search) for request, search in outcome.values if search]
             if not turns:
                 break
-
-            # The next request for a task also holds the results of this search.
-            requests = []
             rankings = self.find([search for _, search in turns], _NUM_RESULTS)
+            requests = []
             for (request, search), ranking in zip(turns, rankings, strict=True):
                 searches[request.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
-                title = "so far"
-                results = f"search: {search}\n{lines}".strip()
-                titled_texts = (*request.titled_texts, (title, results))
+                titled_results = ("so far", f"search: {search}\n{lines}".strip())
+                titled_texts = (*request.titled_texts, titled_results)
                 requests.append(replace(request, titled_texts=titled_texts))
 
         rounds = []
@@ -319,7 +294,6 @@ class Planner:
             texts = tuple(searches[task.query_id])
             if texts:
                 rounds.append((Ask(task), Round(texts)))
-        # Nobody reads the tokens and cost of the outcome (`used`), so they are empty.
         return Outcome(rounds, dropped, used={})
 
     def _describe(self, skill_ids: Sequence[str], described: bool) -> str:

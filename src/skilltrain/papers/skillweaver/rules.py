@@ -5,6 +5,16 @@
 - A clause without such a verb and without a question describes the setting, and is no step.
 - A list of kinds of data tells what a step takes and gives.
 
+The order of the steps:
+
+- "After reading the page, save it" and "save it after reading the page" give "reading the page" and
+  "save it". With "before", the order is the other way round.
+- A step that runs at the same time as the previous step (also, 同时) waits for the same steps.
+- A step that finds something new (find, download, 查找) waits for no step, unless the step or the
+  words before it refer back (it, the result, then, 然后).
+- Any other step waits for all earlier steps whose result is still unused.
+- A step that names a kind of data also waits for the last earlier step that makes it.
+
 The rules are rough, and only as good as their word lists.
 """
 
@@ -173,15 +183,11 @@ def steps_by_rules(task: str) -> tuple[str, ...]:
 
 
 def _clauses(sentence: str) -> list[str]:
-    """Split a sentence into clauses, in the order in which they are done.
-
-    For example, "after reading the page, save it" and "save it after reading the page" give
-    "reading the page" and "save it". With "before", the order is the other way round.
-    """
-    sentence = _OPENING.sub("", sentence)  # without words such as "please"
+    """Split a sentence into clauses, in the order in which they are done."""
+    sentence = _OPENING.sub("", sentence)
     match = _LEADING_TIME.match(sentence) or _TRAILING_TIME.match(sentence)
     if match:
-        time_clauses = _clauses(match["time"])  # after the word "after" or "before"
+        time_clauses = _clauses(match["time"])
         main_clauses = _clauses(match["main"])
         if match["before"]:
             return main_clauses + time_clauses
@@ -212,25 +218,17 @@ def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
 def dependencies(task: str, texts: Sequence[str]) -> Waits:
     """Return the positions of the earlier steps that each step waits for.
 
-    - A step that runs at the same time as the previous step (also, 同时) waits for the same steps.
-    - A step that finds something new (find, download, 查找) waits for no step, unless the step or
-      the words before it refer back (it, the result, then, 然后).
-    - Any other step waits for all earlier steps whose result is still unused.
-    - A step that names a kind of data also waits for the last earlier step that makes it.
-
     Args:
         task: The whole task, for the words between its steps.
         texts: The steps in words.
     """
     task = one_line(task)
-    # The kinds of data that each step makes: those next to a verb of making.
-    kinds_made = [kinds_in(text, near=GIVES) for text in texts]
     waits_by_step = []
-    unused = set()  # earlier steps that no step waits for yet, so their result is unused
+    unused = set()  # steps that no step waits for
+    last_makers = {}  # position by kind of data
     for position, text in enumerate(texts):
         waits = set()
         if position > 0:
-            # The step, and the words of the task before it, such as "and then".
             words = f"{_between(task, texts[position - 1], text)} {text}"
             finds_something_new = _FETCHES.match(text) and not _REFERENCE.search(words)
             if _SIMULTANEOUS.search(words):
@@ -238,11 +236,11 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
             elif not finds_something_new:
                 waits.update(unused)
 
-        # Wait for the last step that makes a kind of data that this step names.
         for kind in kinds_in(text):
-            makers = [earlier for earlier in range(position) if kind in kinds_made[earlier]]
-            if makers:
-                waits.add(makers[-1])
+            if kind in last_makers:
+                waits.add(last_makers[kind])
+        for kind in kinds_in(text, near=GIVES):
+            last_makers[kind] = position
         unused -= waits
         unused.add(position)
         waits_by_step.append(tuple(sorted(waits)))

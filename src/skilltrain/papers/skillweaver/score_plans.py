@@ -1,4 +1,13 @@
-"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans."""
+"""Stage `plans`: plan the compound tasks of a benchmark in several ways, and score the plans.
+
+Notes:
+    - Held-out skills may be gold skills, but the planners cannot find them. The pool may hold some
+      of the held-out skills.
+    - The slices of a planner are those of the benchmark's labels, of the difficulty (by the number
+      of gold steps), of whether it planned too many steps, and of the gold skills' categories.
+    - In the rows of a planner's rounds, a task that stopped earlier counts with its last round.
+    - A plan has a note only if a model failed, and rules planned the task.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -35,6 +44,10 @@ from skilltrain.version import __version__
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _DIFFICULTIES = {0: "easy", 1: "easy", 2: "easy", 3: "medium"}  # by number of steps, else hard
 _MAX_SLICES = 50  # values of one label that get a slice
+PlansByPlanner = Mapping[str, Sequence[Plan]]
+"""Plans of all tasks by the name of the planner."""
+SlicesByPlanner = Mapping[str, Sequence[SliceMeans]]
+"""Slices of the tasks by the name of the planner. The first slice holds all tasks."""
 
 
 class Plans(Stage):
@@ -112,7 +125,7 @@ class Plans(Stage):
         for planner in self.planners:
             plans[planner.name] = Planner(planner, skills, find, golds).plan(benchmark.queries)
         results = _results(tasks, plans, find, skills)
-        slices: dict[str, tuple[SliceMeans, ...]] = {}
+        slices = {}
         for result in results:
             labels = _labels(tasks, result, skills)
             slices[result.name] = distinct_slices(
@@ -167,36 +180,33 @@ class Plans(Stage):
         return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
-def _means_over_all_tasks(
-    slices: Mapping[str, Sequence[SliceMeans]],
-) -> dict[str, dict[str, float]]:
+def _means_over_all_tasks(slices: SlicesByPlanner) -> dict[str, dict[str, float]]:
     """Return the rounded means by measure of each planner. Its first slice holds all tasks."""
-    means_by_planner: dict[str, dict[str, float]] = {}
+    means_by_planner = {}
     for planner, planner_slices in slices.items():
         means = planner_slices[0].means[planner]
         means_by_planner[planner] = {name: round(mean.mean, 4) for name, mean in means.items()}
     return means_by_planner
 
 
-def _slice_rows(slices: Mapping[str, Sequence[SliceMeans]]) -> dict[str, list[dict[str, Any]]]:
+def _slice_rows(slices: SlicesByPlanner) -> dict[str, list[dict[str, Any]]]:
     """Return the slices of each planner as rows of metrics.json."""
     rows = {}
     for name, planner_slices in slices.items():
         rows[name] = []
         for item in planner_slices:
-            row = {
-                "label": item.label,
-                "value": item.value,
-                "n": len(item.query_ids),
-                "means": item.means[name],
-            }
-            rows[name].append(row)
+            rows[name].append(
+                {
+                    "label": item.label,
+                    "value": item.value,
+                    "n": len(item.query_ids),
+                    "means": item.means[name],
+                }
+            )
     return rows
 
 
-def _write_rows(
-    results: Sequence[SystemResult], plans: Mapping[str, Sequence[Plan]], out: Path
-) -> None:
+def _write_rows(results: Sequence[SystemResult], plans: PlansByPlanner, out: Path) -> None:
     """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
     scores = []
     for result in results:
@@ -239,7 +249,7 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
         The benchmark, all skills by id, and the skills that the planners can find.
 
     Raises:
-        SkilltrainError: A model is missing, or the benchmark has no steps, pool or gold skills.
+        SkilltrainError: The benchmark has no steps, no pool, or no gold skills.
     """
     check_systems([config.system])
     benchmark = load_benchmark(config.benchmark, config.split)
@@ -247,22 +257,19 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
     if not pool:
         problem = "plans need a pool to find skills in"
         raise SkilltrainError("missing-pool", problem, fix="give pool=…")
-    if not any(task.steps for task in benchmark.tasks):
+    all_steps = list(chain.from_iterable(task.steps for task in benchmark.tasks))
+    if not all_steps:
         problem = "its tasks have no steps"
         fix = "it needs plans.parquet"
         raise SkilltrainError("missing-table", problem, where=config.benchmark, fix=fix)
 
-    # Held-out skills may be gold skills, but the planners cannot find them.
     held_out = read_pool(config.held_out) if config.held_out else []
     skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
     benchmark = check_pool(benchmark, skills)
-    for task in benchmark.tasks:
-        for step in task.steps:
-            if step.skill_id and step.skill_id not in skills:
-                problem = f"skill '{step.skill_id}' of a step is not in the pool"
-                raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
-
-    # The pool may hold some of the held-out skills.
+    for step in all_steps:
+        if step.skill_id and step.skill_id not in skills:
+            problem = f"skill '{step.skill_id}' of a step is not in the pool"
+            raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
     held_out_ids = {skill.skill_id for skill in held_out}
     findable = [skill for skill in pool if skill.skill_id not in held_out_ids]
     return benchmark, skills, findable
@@ -270,7 +277,7 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
 
 def _results(
     tasks: Sequence[Task],
-    plans: Mapping[str, Sequence[Plan]],
+    plans: PlansByPlanner,
     find: Find,
     skills: Mapping[str, Skill],
 ) -> list[SystemResult]:
@@ -282,26 +289,23 @@ def _results(
         find: Retrieves skills for texts.
         skills: Skills by id.
     """
-    # The oracle: skills retrieved for the texts of the gold steps.
+    # Retrieve for the gold steps.
     gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
-    oracle = find_each(find, gold_texts, NUM_CANDIDATES)  # for each task, a ranking for each step
-
-    # Length of each skill in tokens.
+    rankings_by_task = find_each(find, gold_texts, NUM_CANDIDATES)
+    oracle = [_without_scores(rankings) for rankings in rankings_by_task]
     tokens = {
         skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
         for skill_id, skill in skills.items()
     }
 
-    # Values of each task by planner.
     results = []
     for name, task_plans in plans.items():
-        values: dict[str, dict[str, float]] = {}
-        for task, plan, oracle_rankings in zip(tasks, task_plans, oracle, strict=True):
+        values = {}
+        for task, plan, oracle_ids in zip(tasks, task_plans, oracle, strict=True):
             retrieved = _without_scores(step.candidates for step in plan.steps)
             chosen = [step.skill_id for step in plan.steps]
-            oracle_ids = _without_scores(oracle_rankings)
             values[task.query.query_id] = plan_values(
                 task, retrieved, chosen, oracle_ids, skills, tokens
             )
@@ -320,11 +324,7 @@ def _without_scores(rankings: Iterable[Ranking]) -> list[list[str]]:
 def _labels(
     tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
 ) -> dict[str, Labels]:
-    """Return the labels of each task by query id, for slices.
-
-    They are those of the benchmark, the difficulty (by the number of gold steps), whether the
-    planner planned too many steps, and the categories of the gold skills.
-    """
+    """Return the labels of each task by query id, for slices of a planner's result."""
     labels = {}
     for task in tasks:
         query_id = task.query.query_id
@@ -350,46 +350,38 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
     """Summarise each round of a planner.
 
     Returns:
-        A row for each round: the number of tasks that reached it, and means over all tasks. A task
-        that stopped earlier counts with its last round.
+        A row for each round: the number of tasks that reached it, and means over all tasks.
     """
     rows = []
     max_rounds = max(len(plan.rounds) for plan in plans)
     for number in range(max_rounds):
-        # The round of each task, or its last round if it stopped earlier.
-        rounds = []
+        rounds = []  # of each task
         for plan in plans:
             last_number = len(plan.rounds) - 1
             rounds.append(plan.rounds[min(number, last_number)])
-
-        # Compare the number of steps with the gold steps.
         counts = [len(each.texts) for each in rounds]
         is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
-        # Similarity to the hints of the previous round. The first round has no previous round.
         jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
-        row = {
-            "round": number,
-            "reached": sum(len(plan.rounds) > number for plan in plans),
-            "steps": fmean(counts),
-            "DA": fmean(is_exact),  # decomposition accuracy
-            "jaccard": fmean(jaccards) if jaccards else None,
-        }
-        rows.append(row)
+        rows.append(
+            {
+                "round": number,
+                "reached": sum(len(plan.rounds) > number for plan in plans),
+                "steps": fmean(counts),
+                "DA": fmean(is_exact),
+                "jaccard": fmean(jaccards) if jaccards else None,
+            }
+        )
     return rows
 
 
-def _notes(plans: Mapping[str, Sequence[Plan]]) -> list[str]:
+def _notes(plans: PlansByPlanner) -> list[str]:
     """Count the tasks that rules planned instead of a model, and the steps that no skill fits.
-
-    Args:
-        plans: Plans of all tasks by planner.
 
     Returns:
         Sentences for the report.
     """
     notes = []
     for name, task_plans in plans.items():
-        # A plan has a note only if a model failed, and rules planned the task.
         plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
         if plan_notes:
             share = f"{len(plan_notes)} of {len(task_plans)} tasks"
