@@ -394,12 +394,11 @@ def test_help_lists_every_command():
 @pytest.mark.parametrize("name", STAGES)
 def test_help_of_stage_lists_settings(name):
     command = command_of(name)
-    settings = set() if command == "train" else load_stage(name).model_fields.keys() - {"stage"}
+    settings = load_stage(name).model_fields.keys() - {"stage"}
 
     text = succeeds(*command.split(), "--help").out
 
     assert text.startswith(f"Example:\n  skilltrain {command} ")
-    # `train` names no stage, so it lists no settings.
     assert [key for key in settings if f"  {key}: " not in text] == []
 
 

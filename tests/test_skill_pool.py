@@ -734,12 +734,21 @@ def test_wrong_taxonomy_is_refused(tmp_path, text: str, code: str):
         load_taxonomy(file)
 
 
-def test_audit_measures_lengths_of_descriptions():
+def test_audit_measures_lengths_of_texts():
     lengths = audit(["word " * length for length in (0, 9, 10, 24, 25)])
 
-    assert lengths == pytest.approx(
-        {"empty": 0.2, "under_10": 0.4, "under_25": 0.8, "median": 10, "p90": 24.6}
-    )
+    shares = {"empty": 0.2, "under_10": 0.4, "under_25": 0.8}
+    assert lengths == pytest.approx(shares | {"mean": 13.6, "median": 10, "p90": 24.6})
+
+
+def test_summary_has_lengths_of_bodies(tmp_path):
+    source = tmp_path / "s.jsonl"
+    rows = [{"skill_id": str(n), "name": f"n{n}", "body": "word " * n} for n in (2, 3, 7)]
+    source.write_text("\n".join(map(json.dumps, rows)))
+
+    _, _, summary = make(tmp_path, source)
+
+    assert (summary["body_words"]["mean"], summary["body_words"]["median"]) == (4.0, 3.0)
 
 
 def test_mean_vector_of_category_has_unit_length():

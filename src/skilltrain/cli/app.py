@@ -210,6 +210,17 @@ class SettingsCommand(DashedCommand):
         typer.echo(f"Settings (key=value; --help-all shows those of sections too):\n{fields}")
 
 
+class TrainCommand(DashedCommand):
+    """Command of both training stages. Its --help lists the settings of each."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        """Print the help and the settings of both stages."""
+        super().format_help(ctx, formatter)
+        for name in ("train_encoder", "train_reranker"):
+            fields = "\n".join(describe_fields(load_stage(name), "", None))
+            typer.echo(f"Settings of {name} (key=value):\n{fields}\n")
+
+
 def _print_all(ctx: typer.Context, is_given: bool) -> None:
     """Print all settings of the command's stage and exit, if the option --help-all is given."""
     if is_given:

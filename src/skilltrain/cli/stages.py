@@ -18,6 +18,7 @@ from skilltrain.cli.app import (
     HelpAll,
     Overrides,
     SettingsCommand,
+    TrainCommand,
     app,
     conclude,
     execute,
@@ -114,7 +115,7 @@ for _name in plugin_paths("command"):
     _add_command(_name)
 
 
-@app.command(cls=DashedCommand, rich_help_panel="Train")
+@app.command(cls=TrainCommand, rich_help_panel="Train")
 def train(
     file: Annotated[Path, typer.Argument(help="recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
@@ -126,7 +127,7 @@ def train(
 ) -> None:
     """Train an encoder or a reranker.
 
-    For the settings, run: skilltrain recipes --schema train_encoder (or train_reranker)
+    For settings in sections, run: skilltrain recipes --schema train_encoder (or train_reranker)
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """

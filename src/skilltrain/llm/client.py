@@ -147,6 +147,8 @@ class LLM:
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
         self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
+        if config.top_p is not None:  # keeps older answers
+            self._parameters["top_p"] = config.top_p
         self._num_failures = 0  # requests in a row that failed
         self._failures_lock = Lock()
 
@@ -195,8 +197,7 @@ class LLM:
             "seed": request.seed,
             limit_name: config.max_tokens,
         }
-        if config.temperature is not None:
-            body["temperature"] = config.temperature
+        body |= config.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))
         except (ValueError, RecursionError):

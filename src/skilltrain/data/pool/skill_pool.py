@@ -152,6 +152,7 @@ class Pool(Stage):
             "num_with_assigned_category": num_with_category - num_own_category,
             "num_categories": len({skill.category for skill in skills} - {None}),
             "description_words": audit([skill.description for skill in skills]),
+            "body_words": audit([skill.body for skill in skills]),
             "num_flagged_skills": len(flags),
             "num_flagged": counted(rules),
         }
@@ -181,14 +182,15 @@ def audit(texts: Sequence[str]) -> dict[str, float]:
     """Measure how long texts are, in words.
 
     Returns:
-        Shares of texts that are empty, and that have under 10 and under 25 words. Median and 90th
-        percentile of the number of words.
+        Shares of texts that are empty, and that have under 10 and under 25 words. Mean, median and
+        90th percentile of the number of words.
     """
     lengths = np.array([num_words(text) for text in texts])
     median, p90 = np.quantile(lengths, (0.5, 0.9)).tolist()
     limits = {"empty": 1, "under_10": 10, "under_25": 25}
     shares = {name: round(float((lengths < limit).mean()), 4) for name, limit in limits.items()}
-    return shares | {"median": median, "p90": p90}
+    mean = round(float(lengths.mean()), 1)
+    return shares | {"mean": mean, "median": median, "p90": p90}
 
 
 def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
