@@ -1,6 +1,7 @@
 """Data pipelines end to end: real stages on sample skills, with a chat server and tiny models."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -9,8 +10,9 @@ import pytest
 from llm_server import LLMServer, Reply
 from skilltrain.recipe import run_pipeline
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_skills, read_table
-from small_library import forget_ranks, succeeds
+from small_library import forget_ranks, succeeds, write_recipe
 from test_pipelines import program
+from test_rejections import answer
 
 ROOT = Path(__file__).parents[1]
 SAMPLES = ROOT / "examples" / "skill_library" / "skills"
@@ -88,3 +90,44 @@ def test_own_text_trains_without_passages(sample_skills: Path, tmp_path: Path):
     for row in read_table(out / "encoder_lists", JUDGEMENTS).to_pylist():
         skill = skills[row["skill_id"]]
         assert texts[row["query_id"]][:40] not in f"{skill.description}\n{skill.body}"
+
+
+def answer_or_rewrite(request: dict) -> Reply:
+    """Judge a group of skills, or rewrite a request."""
+    is_group = re.search(r"^Capability 1$", request["messages"][1]["content"], re.M)
+    if is_group:
+        return answer(request, ["required", "required", *["rejected"] * 2, *["irrelevant"] * 3])
+    return Reply(f"could you put file {request['seed']} of the week on my desk")
+
+
+def test_r3_makes_both_models_and_figures(
+    sample_skills: Path, server: LLMServer, model_folders, tmp_path: Path
+):
+    server.otherwise = answer_or_rewrite
+    out = tmp_path / "out"
+    recipes = []
+    gains = "{required: 1, useful: 0.5, irrelevant: 0, rejected: -0.5}"
+    for side, model in (("encoder", "bert"), ("reranker", "bert_reranker")):
+        source = f"{{source: {model_folders[model]}, max_tokens: 96, query_max_tokens: 24}}"
+        recipe = f"""
+stage: train_{side}
+model: {source}
+data: {{pool: pool, lists: lists, gains: {gains}}}
+loss: {{name: {"infonce" if side == "encoder" else "ranknet"}}}
+training: {{batch_size: 4, accumulation: 1, token_budget: 1024}}
+out: {out}
+"""
+        recipes.append(f"{side}_recipe={write_recipe(tmp_path / f'{side}.yaml', recipe)}")
+    succeeds("pool", f"sources={sample_skills}", f"out={tmp_path}/pool")
+    settings = ("languages=[en]", "num_groups=16", "num_batches=2", f"llm={chat_model(server)}")
+
+    run_program("r3", tmp_path / "pool", out, BASE[0], *settings, *recipes)
+
+    systems = json.loads((out / "report" / "metrics.json").read_text())["systems"]
+    names = [system["name"] for system in systems]
+    assert names == ["R3-Embedding", "R3-Embedding + R3-Reranker"]
+    assert "Set-Compat" in systems[1]["metrics"]
+    for model in ("r3_emb", "r3_rank"):
+        assert (out / model / "modules.json").is_file()
+        gradients = json.loads((out / "gradients" / model / "gradients.json").read_text())
+        assert "rejected" in {row["part"] for row in gradients["parts"]}
