@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmark_folders import write_ours
 from llm_server import LLMServer, Reply
 from skilltrain.recipe import run_pipeline
 from skilltrain.tables import JUDGEMENTS, LISTS, QUERIES, read_skills, read_table
@@ -121,13 +122,30 @@ out: {out}
     succeeds("pool", f"sources={sample_skills}", f"out={tmp_path}/pool")
     settings = ("languages=[en]", "num_groups=16", "num_batches=2", f"llm={chat_model(server)}")
 
-    run_program("r3", tmp_path / "pool", out, BASE[0], *settings, *recipes)
+    second = write_ours(
+        tmp_path / "second",
+        [("q", "draw a chart", "test")],
+        {"q": {"charts/chart-accessibility-audit": "required"}},
+    )
+    arguments = (tmp_path / "pool", out, BASE[0], *settings, *recipes, f"benchmark={second}")
+
+    run_program("r3", *arguments)
 
     systems = json.loads((out / "report" / "metrics.json").read_text())["systems"]
     names = [system["name"] for system in systems]
     assert names == ["R3-Embedding", "R3-Embedding + R3-Reranker"]
     assert "Set-Compat" in systems[1]["metrics"]
+    assert (out / "report_benchmark" / "report.html").is_file()
+    pool_names = [
+        {skill.name for skill in read_skills(out / f"{side}_pool")} for side in ("train", "test")
+    ]
+    assert pool_names[0].isdisjoint(pool_names[1])
     for model in ("r3_emb", "r3_rank"):
         assert (out / model / "modules.json").is_file()
         gradients = json.loads((out / "gradients" / model / "gradients.json").read_text())
         assert "rejected" in {row["part"] for row in gradients["parts"]}
+
+    # The same command continues: finished stages are not run again.
+    num_requests = len(server.requests)
+    run_program("r3", *arguments)
+    assert len(server.requests) == num_requests
