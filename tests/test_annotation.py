@@ -77,6 +77,16 @@ def test_sheet_can_be_sampled(folder: Path):
     assert len(rows_of(folder / "small.csv")) == 2
 
 
+def test_pool_without_judged_skill_is_refused(folder: Path):
+    write_pool(folder / "small", [Skill("a", "name", "d", "body")])
+
+    line = skilltrain(
+        "r3", "sheet", folder / "judged", "--pool", folder / "small", "--out", folder / "b.csv"
+    ).error_line
+
+    assert "small: lacks skill '" in line
+
+
 def test_agreement_compares_each_two_judges(folder: Path):
     anna = fill(folder, "anna.csv", ANNA)
     ben = fill(folder, "ben.csv", {("q1", "a"): "required", ("q2", "c"): "irrelevant"})
@@ -121,3 +131,22 @@ def test_sheet_without_verdicts_is_refused(folder: Path):
     line = skilltrain("r3", "agreement", sheet, "--judged", folder / "judged").error_line
 
     assert line.endswith("no skill was judged twice [nothing-to-score]")
+
+
+def test_file_that_is_no_text_is_refused(folder: Path):
+    sheet = folder / "anna.csv"
+    sheet.write_bytes(b"query_id,skill_id,verdict\n\xff\xfe,a,useful\n")
+
+    line = skilltrain("r3", "agreement", sheet, "--judged", folder / "judged").error_line
+
+    assert line.endswith("(save it as CSV in UTF-8) [unreadable-file]")
+
+
+def test_filled_sheet_is_not_overwritten(folder: Path):
+    sheet = folder / "empty.csv"
+
+    line = skilltrain(
+        "r3", "sheet", folder / "judged", "--pool", folder / "pool", "--out", sheet
+    ).error_line
+
+    assert "empty.csv: exists already" in line

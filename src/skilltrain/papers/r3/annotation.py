@@ -68,6 +68,9 @@ def write_sheet(judged: Path, pool: Path, num_queries: int, out: Path) -> int:
     rows = []
     for query, verdicts in judged_queries[:num_queries]:
         for skill_id in sorted(verdicts, key=lambda key: stable_number(query.query_id, key)):
+            if skill_id not in skills:
+                problem = f"lacks skill '{skill_id}', which is judged in {judged}"
+                raise SkilltrainError("unknown-skill", problem, where=pool)
             rows.append(_row(query.query_id, query.text, skills[skill_id]))
 
     with atomic_path(out) as path, path.open("w", newline="", encoding="utf-8-sig") as file:
@@ -128,11 +131,9 @@ def _read_rows(sheet: Path) -> list[dict[str, Any]]:
     try:
         text = sheet.read_text(encoding="utf-8-sig")
         return list(csv.DictReader(StringIO(text, newline=""), restkey="more"))
-    except OSError as error:
-        raise SkilltrainError("unreadable-file", reason_of(error), where=sheet) from error
-    except (csv.Error, UnicodeDecodeError) as error:
+    except (OSError, csv.Error, UnicodeDecodeError) as error:
         fix = "save it as CSV in UTF-8"
-        raise SkilltrainError("invalid-row", reason_of(error), where=sheet, fix=fix) from error
+        raise SkilltrainError("unreadable-file", reason_of(error), where=sheet, fix=fix) from error
 
 
 def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreement]:
