@@ -187,6 +187,7 @@ def run(pipeline: Pipeline) -> None:
             recipe |= PAPER.get(recipe["out"].name, {})
         summary = run_stage(parse_recipe(recipe, __file__), resume=False)
         print(recipe["stage"], summary)
+    print(f"train with data.pool={pipeline.inputs['pool']}")
 
 
 if __name__ == "__main__":

@@ -76,11 +76,12 @@ def test_skillrouter_makes_both_models_and_report(
     assert metrics["systems"][0]["metrics"]["Hit@1"]["n"] == 22
 
 
-def test_own_text_trains_without_passages(sample_skills: Path, tmp_path: Path):
+def test_own_text_trains_without_passages(sample_skills: Path, tmp_path: Path, capsys):
     out = tmp_path / "out"
 
     run_program("skillrouter", sample_skills, out, "llm={kind: own_text}", *BASE)
 
+    assert capsys.readouterr().out.endswith(f"train with data.pool={out}/queries\n")
     record = json.loads((out / "mined" / "run.json").read_text())
     assert record["recipe"]["pool"] == str(out / "queries")
     skills = {skill.skill_id: skill for skill in read_skills(out / "queries")}
