@@ -51,8 +51,9 @@ def main(data: Path, out: Path) -> None:
     split = split_groups(skill_ids, TEST_SHARE, seed=0)
     test = [group for group in groups if split[group["group_id"]] == "dev"]
     train = [group for group in groups if split[group["group_id"]] == "train"]
+    # These rows are no groups: some have one skill, which cannot be compared with others.
     without_rejections = [
-        {"group_id": group["group_id"], "query": group["query"], "required": group["required"]}
+        {"query_id": group["group_id"], "query": group["query"], "skill_ids": group["required"]}
         for group in train
     ]
 

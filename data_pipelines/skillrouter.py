@@ -13,10 +13,16 @@ The same with the prompt of table 2, which you copy into a YAML file (docs/paper
 Another model that writes queries, and other quotas:
     python data_pipelines/skillrouter.py SKILLS runs/other \
         llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
+Queries from the skills' own texts, without a model; the recipes then need data.pool=OUT/queries:
+    python data_pipelines/skillrouter.py SKILLS OUT llm='{kind: own_text}'
 
 SKILLS is a folder of SKILL.md files, JSON Lines or parquet. GPT-4o-mini writes the queries, with
-the key in OPENAI_API_KEY. `skilltrain synthesize --help` shows how to use another server, a local
-model, or no model. Every setting of `Pipeline` below is an option.
+the key in OPENAI_API_KEY. `skilltrain synthesize --help` shows how to use another server or a local
+model. Every setting of `Pipeline` below is an option.
+
+Notes:
+    - With own_text, a query is a passage of its gold skill. Stages after `synthesize` read the pool
+      without these passages, or a model would learn to find a text in itself.
 """
 
 from pathlib import Path
@@ -95,11 +101,18 @@ class Pipeline(Config):
         description="negatives in a list of the encoder, by source",
     )
 
+    @property
+    def inputs(self) -> dict[str, Path]:
+        """Queries, and the pool to train on, which must not contain the queries."""
+        queries = self.out / "queries"
+        cuts_queries = self.llm.get("kind") == "own_text"
+        return {"pool": queries if cuts_queries else self.out / "pool", "queries": queries}
+
 
 def encoder_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the recipes that make the pool, the queries and the encoder's lists."""
     out = pipeline.out
-    inputs = {"pool": out / "pool", "queries": out / "queries"}
+    inputs = pipeline.inputs
     lists = {"stage": "lists", **inputs, "quotas": pipeline.quotas}
     recipes = [
         {
@@ -135,7 +148,7 @@ def encoder_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str, 
 def reranker_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the recipes that make the reranker's lists of 20 from the trained encoder."""
     out = pipeline.out
-    inputs = {"pool": out / "pool", "queries": out / "queries"}
+    inputs = pipeline.inputs
     encoder = {"kind": "dense", "source": str(pipeline.trained), "cache": out / "vectors"}
     return [
         {
@@ -182,6 +195,7 @@ def run(pipeline: Pipeline) -> None:
             recipe["prompt"] = pipeline.prompt
         summary = run_stage(parse_recipe(recipe, __file__), resume=False)
         print(recipe["stage"], summary)
+    print(f"train with data.pool={pipeline.inputs['pool']}")
 
 
 if __name__ == "__main__":

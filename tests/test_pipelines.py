@@ -29,6 +29,7 @@ def program(name):
             ["none", "OUT"],
             "none: is neither a JSON Lines file nor a folder of Markdown lists",
         ),
+        ("r3", ["none", "OUT"], "none/skills.parquet: no skills table here"),
         ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
     ],
 )
@@ -46,7 +47,7 @@ def test_wrong_arguments_exit_with_code_2(name, arguments, fault, tmp_path, caps
     assert fault in line
 
 
-@pytest.mark.parametrize("name", ["skillrouter", "compskillbench", "tiny_qwen3"])
+@pytest.mark.parametrize("name", ["skillrouter", "r3", "compskillbench", "tiny_qwen3"])
 def test_pipeline_without_arguments_prints_help(name, capsys):
     module = program(name)
 

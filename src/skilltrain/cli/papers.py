@@ -23,6 +23,7 @@ from skilltrain.cli.routing import AllowServer, PoolFolder, RouterFolder, Task, 
 from skilltrain.cli.stages import training_of
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.records import Verdict
 from skilltrain.terminal import console
 from skilltrain.texts import printable
 
@@ -53,6 +54,49 @@ def gradients(
     shares = [f"{row.survival:.2f} at the {row.at}" for row in rows if row.part == "rejected"]
     line = f"{config.out}/gradients.html: of the rejections' gradient survive {', '.join(shares)}"
     conclude({}, [line], as_json=False)
+
+
+@app.command("r3 sheet")
+def sheet(
+    judged: Annotated[Path, typer.Argument(help="folder of the stage rejections or rewrite")],
+    pool: Annotated[Path, typer.Option(help="the pool of the judged skills")],
+    out: Annotated[Path, typer.Option(help="CSV file to write")],
+    num_queries: Annotated[
+        int, typer.Option("--queries", min=1, help="number of sampled queries")
+    ] = 100,
+) -> None:
+    """Write a CSV sheet in which an expert judges the skills of some queries.
+
+    Example: skilltrain r3 sheet runs/judged --pool runs/pool --out anna.csv
+    """
+    from skilltrain.papers.r3.annotation import write_sheet
+
+    if out.exists():
+        raise SkilltrainError("output-exists", "exists already", where=out, fix="name another file")
+    num_rows = write_sheet(judged, pool, num_queries, out)
+    line = f"{out}: {num_rows} skills to judge; the verdicts are {', '.join(Verdict)}"
+    conclude({}, [line], as_json=False)
+
+
+@app.command("r3 agreement")
+def agreement(
+    sheets: Annotated[list[Path], typer.Argument(help="filled sheets, one for each expert")],
+    judged: Annotated[Path, typer.Option(help="folder from which the sheets were made")],
+    as_json: AsJson = False,
+) -> None:
+    """Measure how far experts and the chat model agree: Cohen's kappa of each two judges.
+
+    Example: skilltrain r3 agreement anna.csv ben.csv --judged runs/judged
+    """
+    from skilltrain.papers.r3.annotation import measure_agreement
+
+    rows = measure_agreement(sheets, judged)
+    lines = [
+        f"{row.first} and {row.second}: kappa {row.kappa}, "
+        f"{row.num_equal} of {row.kappa.n} verdicts are equal"
+        for row in rows
+    ]
+    conclude({"agreement": [asdict(row) for row in rows]}, lines, as_json)
 
 
 @app.command("skillflow agents")
