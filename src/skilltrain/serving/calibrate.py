@@ -19,6 +19,7 @@ from pydantic import Field
 
 from skilltrain.config import InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
+from skilltrain.data.trigger_evals import UNSERVED_FILE
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_json
 from skilltrain.metrics.benchmarks.benchmark import Task, add_copies, check_pool
@@ -77,7 +78,9 @@ class Calibrate(Stage):
         default=None, description="CLUSTERS of the pool: copies of gold count as right"
     )
     unserved: InputPath | None = Field(
-        default=None, description="JSON Lines of further queries (key `query`) that no skill serves"
+        default=None,
+        description="JSON Lines of further queries (key `query`) that no skill serves; null: "
+        f"{UNSERVED_FILE} of the folder `queries`, if it is there",
     )
     answered: float | None = Field(
         default=None,
@@ -122,8 +125,9 @@ class Calibrate(Stage):
         cases = route_tasks(router, tasks)
         task_folds = assign_folds(tasks, self.folds, self.seed)
         unserved_cases = route_unserved(router, GENERAL_REQUESTS, "general")
-        if self.unserved is not None:
-            unserved_cases += route_unserved(router, self.unserved, "unserved")
+        unserved = self.unserved or self.queries / UNSERVED_FILE
+        if unserved.is_file():
+            unserved_cases += route_unserved(router, unserved, "unserved")
         unserved_folds = np.arange(len(unserved_cases)) % (task_folds.max() + 1)
         cases += unserved_cases
         folds = np.append(np.repeat(task_folds, 2), unserved_folds)  # [case]

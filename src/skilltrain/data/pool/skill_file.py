@@ -86,9 +86,7 @@ _CODE_BLOCK = re.compile(r"^(```|~~~).*?(?:^\1[^\n]*$|\Z)", re.MULTILINE | re.DO
 
 
 def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str = "") -> Skill:
-    """Parse a SKILL.md. `when_to_use` is added to the description.
-
-    The first paragraph of the body replaces a missing description.
+    """Parse a SKILL.md. The first paragraph of the body replaces a missing description.
 
     Args:
         text: Content of the file.
@@ -310,7 +308,7 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     A first block between lines `---` is frontmatter if it is empty or has a known key.
 
     Returns:
-        Text, list or map by key, as in `allowed_tools` for `Allowed-Tools`; the body.
+        Text, list or map by key, such as `when_to_use`; the body.
     """
     text = text.lstrip("\ufeff \t\n")
     opening = _OPENING.match(text)
