@@ -45,3 +45,25 @@ def test(
     conclude({"num_queries": len(queries), "failures": rows}, lines, as_json)
     if failures:
         raise typer.Exit(1)
+
+
+@app.command(rich_help_panel="Data")
+def lint(
+    folder: Annotated[Path, typer.Argument(help="folder of SKILL.md files")],
+    as_json: AsJson = False,
+) -> None:
+    """Find faults of skills that keep agents from using the right one. If any, the exit code is 1.
+
+    Example: skilltrain lint my_skills
+    """
+    from skilltrain.serving.lint import lint as find_faults
+
+    findings = quietly(find_faults, folder)
+    lines: list[str] = []
+    for finding in findings:
+        fix = f" ({finding.fix})" if finding.fix else ""
+        lines.append(f"{finding.skill_id or folder}: {finding.rule}: {finding.problem}{fix}")
+    lines.append(f"{len(findings)} findings")
+    conclude({"findings": [asdict(finding) for finding in findings]}, lines, as_json)
+    if findings:
+        raise typer.Exit(1)

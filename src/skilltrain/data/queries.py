@@ -426,16 +426,21 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if kind in (".jsonl", ".gz"):
         yield from read_jsonl(path)
     elif kind == ".parquet":
-        try:
-            rows = pq.read_table(path).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            raise SkilltrainError(
-                "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=path
-            ) from error
-        for number, row in enumerate(rows, 1):
-            yield f"{path}, row {number}", row
+        yield from _read_parquet_rows(path)
     else:
         fix = "give a .jsonl, .jsonl.gz or .parquet file"
         raise SkilltrainError(
             "unknown-format", "cannot tell what this file is", where=path, fix=fix
         )
+
+
+def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a parquet file, each with a text that names the file and the row."""
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        raise SkilltrainError(
+            "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=path
+        ) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row

@@ -60,6 +60,7 @@ _URL = re.compile(r"https?://\S+", re.IGNORECASE)
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")  # characters that YAML forbids
 # First line of frontmatter, after HTML comments.
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
+_BEFORE_HEADER = "\ufeff \t\n"
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
 _HEADING = re.compile(r"\n[ \t]*\n#+ ")  # of Markdown, after an empty line
 # `key: value`, and no URL
@@ -310,14 +311,13 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     Returns:
         Text, list or map by key, such as `when_to_use`; the body.
     """
-    text = text.lstrip("\ufeff \t\n")
+    text = text.lstrip(_BEFORE_HEADER)
     opening = _OPENING.match(text)
     closing = _CLOSING.search(text, opening.end()) if opening else None
     if not opening or not closing:
         return {}, text
 
-    header = text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
-    header = _CONTROL.sub("", header)
+    header = _clean_header(text[opening.end() : closing.start()])
     fields = _read_yaml(header)
     if fields is None:  # not YAML
         fields = {} if _HEADING.search(header) else _read_lines(header.split("\n"))
@@ -327,6 +327,28 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     if has_known_field or not header.strip():
         return fields, text[closing.end() :]
     return {}, text
+
+
+def header_fault(text: str) -> str | None:
+    """Return what is wrong with the frontmatter of a SKILL.md, or None."""
+    text = clean_text(text).lstrip(_BEFORE_HEADER)
+    opening = _OPENING.match(text)
+    if not opening:
+        return "the file does not begin with front matter"
+    closing = _CLOSING.search(text, opening.end())
+    if not closing:
+        return "the closing --- of the front matter is missing"
+
+    try:
+        value = yaml.load(_clean_header(text[opening.end() : closing.start()]), yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        return f"the front matter is no YAML: {one_line(str(error))}"
+    return None if isinstance(value, dict) else "the front matter has no keys"
+
+
+def _clean_header(header: str) -> str:
+    """Return frontmatter without characters that YAML forbids, cut to `MAX_HEADER_CHARS`."""
+    return _CONTROL.sub("", header[:MAX_HEADER_CHARS].expandtabs(2))
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:
