@@ -3,9 +3,12 @@
 Like a command, a function that runs a stage writes a folder with the recipe and the fingerprints of
 the inputs. It does nothing if the folder already holds the same run. All functions raise
 SkilltrainError for wrong arguments.
+
+A table is a DataFrame, a `datasets.Dataset` or a list of dicts.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +45,7 @@ def build_lists(
 
     Args:
         pool: Output folder of the stage `pool`.
-        queries: Folder with the QUERIES and JUDGEMENTS tables; or a DataFrame, a
-            `datasets.Dataset` or a list of dicts with `query` and `skill_ids`.
+        queries: Folder of the stage `queries`, or a table with `query` and `skill_ids`.
         out: Folder for the outputs of all steps.
         encoder: Folder, Hub id or package of the model that mines.
         quotas: Number of negatives in a list, by their source.
@@ -57,7 +59,6 @@ def build_lists(
     """
     out = path_of(out, "out")
 
-    # Write the tables of queries that are given as rows.
     if not isinstance(queries, Path | str):
         file = _file_of(queries, "queries", out)
         queries = out / "queries"
@@ -127,16 +128,12 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
         skills: Folder, file, table or list of skills, as in `read_pool`. Skills that are no file
             are written to `out/skills.jsonl`.
         out: Folder to write.
-        queries: File of queries, or a list of files; or a DataFrame, a `datasets.Dataset` or a list
-            of dicts with `query` and `skill_ids`, which is written to `out/queries.jsonl`. Without
-            queries, they are made from the skills.
+        queries: File of queries, or a list of files; or a table with `query` and `skill_ids`,
+            which is written to `out/queries.jsonl`. Without queries, they are made from the skills.
         settings: Further settings of `FitConfig`.
 
     Returns:
         Summary with the cost and the metrics of the router.
-
-    Raises:
-        SkilltrainError: An argument is wrong, or a step fails.
 
     >>> fit("my_skills", "runs/router")["num_skills"]
     176
@@ -189,40 +186,30 @@ def plan_task(
 ) -> "tuple[Plan, dict[str, tuple[Flag, ...]]]":
     """Split one task into steps, and find a skill for each step.
 
-    If the chat model is down, rules split the task, and a note in the plan says so. A step has no
-    skill if no skill reaches the threshold of the router's calibration.
-
-    Args:
-        config: Settings of the planner.
-        text: The task in plain words.
-        router: Router that finds the skills.
-
     Returns:
         The plan, and the safety flags of its flagged skills, by skill id.
-
-    Raises:
-        SkilltrainError: The task is empty.
     """
     from skilltrain.papers.skillweaver.planner import Planner
 
     if not text.strip():
         raise SkilltrainError("empty-text", "the task is empty")
-    flags: dict[str, tuple[Flag, ...]] = {}
-
-    def rank_skills(steps: Sequence[str], keep: int) -> list[Ranking]:
-        """Rank the `keep` best skills for each step, and remember their flags."""
-        rankings: list[Ranking] = []
-        for step in steps:
-            answer = router.route(step, keep)
-            skills = answer.skills if answer.fits else ()
-            flags.update((skill.skill_id, skill.flags) for skill in skills)
-            rankings.append([(skill.skill_id, skill.score) for skill in skills])
-        return rankings
-
     task = Query("task", text, kind="multi", origin="", split="")
-    plan = Planner(config, router.skills, rank_skills, lenient=True).plan([task])[0]
+    skills = router.skills
+    [plan] = Planner(config, skills, partial(_rank_skills, router), lenient=True).plan([task])
+
     planned_ids = [step.skill_id for step in plan.steps if step.skill_id]
-    return plan, {skill_id: flags[skill_id] for skill_id in planned_ids if flags.get(skill_id)}
+    flags_by_id = {skill_id: router.flags(skills[skill_id]) for skill_id in planned_ids}
+    return plan, {skill_id: flags for skill_id, flags in flags_by_id.items() if flags}
+
+
+def _rank_skills(router: "Router", steps: Sequence[str], keep: int) -> list[Ranking]:
+    """Rank the `keep` best skills for each step. A step that no skill fits has none."""
+    rankings: list[Ranking] = []
+    for step in steps:
+        answer = router.route(step, keep)
+        skills = answer.skills if answer.fits else ()
+        rankings.append([(skill.skill_id, skill.score) for skill in skills])
+    return rankings
 
 
 def export_model(
@@ -242,10 +229,7 @@ def export_model(
         checkpoint: `best` or `step-N`. None: the final model of the run.
         repo: Name on the Hub, for the model card.
         license_id: Licence of the model, for the model card.
-        report: Folder of an evaluation of this run, for the results in the model card.
-
-    Returns:
-        Summary of the export.
+        report: Folder of an evaluation, for the results in the model card.
 
     >>> export_model("runs/encoder", "models/encoder", checkpoint="best")
     """

@@ -1,4 +1,8 @@
-"""Arguments of the Python API. They may be plain values, paths or tables of other packages."""
+"""Arguments of the Python API. They may be plain values, paths or tables of other packages.
+
+Notes:
+    - pandas is optional. Whoever has a DataFrame has imported it already.
+"""
 
 import json
 import sys
@@ -26,22 +30,17 @@ def path_of(value: Any, name: str) -> Path:
 
 
 def rows_of(source: Any, name: str) -> list[Any]:
-    """Return the rows of a table. The rows themselves are not checked.
+    """Return the rows of a table. Missing values of a DataFrame are left out.
 
     Args:
-        source: A DataFrame of pandas, a `datasets.Dataset`, another iterable of rows, or a dict,
-            which is a single row. Missing values of a DataFrame are left out.
+        source: A DataFrame of pandas, a `datasets.Dataset`, an iterable of rows, or a single dict.
         name: Name of the argument, for the error.
-
-    Raises:
-        SkilltrainError: The argument is no table.
     """
     if isinstance(source, Mapping):
         return [source]
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise wrong_argument(name, "a table, or a list of rows", source)
 
-    # pandas is optional. Whoever has a DataFrame has imported it already.
     pandas = sys.modules.get("pandas")
     if pandas is None or not isinstance(source, pandas.DataFrame):
         return list(source)

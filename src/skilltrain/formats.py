@@ -1,4 +1,8 @@
-"""Formats of the folders that skilltrain writes. A folder of another format is refused."""
+"""Formats of the folders that skilltrain writes. A folder of another format is refused.
+
+Notes:
+    - This version writes whole numbers. So a record with another value is from a newer version.
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -25,29 +29,16 @@ class Format:
             record: Content of the record's JSON file.
             where: Path of the folder or the record, for the error.
             fix: What the user can do about an older format.
-
-        Raises:
-            SkilltrainError: The folder's format is newer than `self.number`, the format of new
-                folders, or older than `self.oldest`.
         """
-        stored_number = record.get("format", 0) if isinstance(record, dict) else 0
-
-        # This version writes whole numbers, so anything else is from a newer version.
-        is_number = isinstance(stored_number, int)
-        if not is_number or stored_number > self.number:
-            raise SkilltrainError(
-                "newer-format",
-                "was made by a newer skilltrain; upgrade",
-                where=where,
-                fix="pip install --upgrade skilltrain",
-            )
-        if stored_number < self.oldest:
-            raise SkilltrainError(
-                "older-format",
-                "was made by an older skilltrain, in a format that is no longer read",
-                where=where,
-                fix=fix,
-            )
+        number = record.get("format", 0) if isinstance(record, dict) else 0
+        is_newer = not isinstance(number, int) or number > self.number
+        if is_newer:
+            problem = "was made by a newer skilltrain; upgrade"
+            upgrade = "pip install --upgrade skilltrain"
+            raise SkilltrainError("newer-format", problem, where=where, fix=upgrade)
+        if number < self.oldest:
+            problem = "was made by an older skilltrain, in a format that is no longer read"
+            raise SkilltrainError("older-format", problem, where=where, fix=fix)
 
 
 RUN = Format(number=1, oldest=1)

@@ -2,6 +2,12 @@
 
 A run with another provenance is still the same run. A run with another source of a plug-in is a
 different run.
+
+Notes:
+    - The facts about a run name no path, user or token.
+    - The settings hold a plug-in as its name, or as an object of the plug-in's class. A measure is
+      an object in the settings. Its name, `nDCG@10`, is only in their JSON values.
+    - The package may be installed inside the checkout of another project.
 """
 
 import platform
@@ -34,13 +40,9 @@ _NOT_PLUGIN_PACKAGES = {"skilltrain", "pydantic", *sys.stdlib_module_names}
 def provenance_of(config: BaseModel) -> dict[str, Any]:
     """Return the facts about the code and the machine that compute a run.
 
-    The facts name no path, user or token.
-
     Args:
-        config: Settings of the run. Models that the settings name are recorded with their Hub
-            revision, if this process has loaded them from the Hub.
+        config: Settings of the run, which name the models whose Hub revision is recorded.
     """
-    # The commit is a hash. `-dirty` follows it if tracked files have changed.
     commit, _, dirty = checkout_commit().partition("-")
     texts = {value for value in _values_in(config) if isinstance(value, str)}
     hub_models = sorted(name for name in HUB_REVISIONS if name in texts)
@@ -61,7 +63,7 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
 def checkout_commit() -> str:
     """Return the git commit of this package's checkout, or "" if there is no checkout or no git."""
     if not (_CHECKOUT / ".git").exists():
-        return ""  # installed, maybe inside the checkout of another project
+        return ""
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.check_output(
             _DESCRIBE.split(), cwd=_CHECKOUT, text=True, stderr=subprocess.DEVNULL
@@ -86,27 +88,25 @@ def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
 
     Only plug-ins of other packages are included.
     """
-    # The settings hold a plug-in as its name, or as an object of the plug-in's class. A measure is
-    # an object in the settings. Its name, `nDCG@10`, is only in their JSON values.
-    values = [*_values_in(config), *_values_in(config.model_dump(mode="json"))]
-
-    # Find the module of each plug-in, and of the class of any other value.
     modules: dict[str, str] = {}
-    for value in values:
-        if isinstance(value, str):
-            name, _, _ = value.partition("@")  # without the cutoff of a measure
-            if name in LOADED:
-                modules[name] = LOADED[name]
-        value_class = type(value)
-        class_path = f"{value_class.__module__}:{value_class.__qualname__}"
-        modules[class_path] = value_class.__module__
-
-    # Leave out the classes of Python, pydantic and this package.
+    for value in [*_values_in(config), *_values_in(config.model_dump(mode="json"))]:
+        modules.update(_modules_of(value))
     return {
         name: _source_fingerprint(module)
         for name, module in modules.items()
         if module.partition(".")[0] not in _NOT_PLUGIN_PACKAGES
     }
+
+
+def _modules_of(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield name and module of the plug-in that a value names, and of the value's class."""
+    if isinstance(value, str):
+        name, _, _ = value.partition("@")  # a measure's cutoff follows
+        if name in LOADED:
+            yield name, LOADED[name]
+    value_class = type(value)
+    module = value_class.__module__
+    yield f"{module}:{value_class.__qualname__}", module
 
 
 def _values_in(value: Any) -> Iterator[Any]:

@@ -51,13 +51,9 @@ def run_pipeline(
 ) -> None:
     """Run a program of data_pipelines/ with settings from the command line.
 
-    The result of `run` is printed as JSON. An error is printed in one line.
-
     Args:
-        settings_class: Class of the program's settings. An argument without `=` sets the first
-            setting, a second one the second setting, and so on. If the class has a field
-            `settings`, this field gets all arguments `key=value` with unknown keys, as texts.
-        run: The program.
+        settings_class: Class of the program's settings.
+        run: The program. Its result is printed as JSON.
         about: Help text. It is printed if there are no arguments.
         arguments: Arguments of the program. None: those of the process.
     """
@@ -67,35 +63,37 @@ def run_pipeline(
         if not program_arguments or program_arguments == ["--help"]:
             print(about)
             return
-        words, overrides = split_arguments(program_arguments)
-        names = [*settings_class.model_fields]
-        if len(words) > len(names):
-            # The error begins with the word: `WORD: is a word too many`.
-            raise SkilltrainError(
-                "unexpected-argument",
-                "is a word too many",
-                where=words[len(names)],
-                fix="settings are written key=value",
-            )
-        values: dict[str, Any] = dict(zip(names, words, strict=False))
-
-        # If there is a field `settings`, give it the overrides with an unknown key.
-        if "settings" in names:
-            known_overrides = []
-            unknown_overrides = []
-            for override in overrides:
-                first_key = re.split("[.=]", override)[0]  # `section` of `section.key=value`
-                if first_key in names:
-                    known_overrides.append(override)
-                else:
-                    unknown_overrides.append(override)
-            if unknown_overrides:
-                values["settings"] = unknown_overrides
-            overrides = known_overrides
-
-        values = apply_overrides(values, overrides)
+        values = _read_values([*settings_class.model_fields], program_arguments)
         result = run(validate(settings_class, values, "the command line"))
         if result is not None:
             print(json.dumps(result, indent=1, ensure_ascii=False, default=str))
 
     as_program(program, arguments)
+
+
+def _read_values(names: Sequence[str], arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the values of the settings `names` in the arguments of a command.
+
+    Arguments without `=` are the first settings. The setting `settings`, if it exists, gets all
+    arguments `key=value` with other keys.
+    """
+    words, overrides = split_arguments(arguments)
+    if len(words) > len(names):
+        first_excess_word = words[len(names)]
+        fix = "settings are written key=value"
+        raise SkilltrainError(
+            "unexpected-argument", "is a word too many", where=first_excess_word, fix=fix
+        )
+    values: dict[str, Any] = dict(zip(names, words, strict=False))
+
+    if "settings" in names:
+        unknown = [override for override in overrides if _first_key(override) not in names]
+        overrides = [override for override in overrides if override not in unknown]
+        if unknown:
+            values["settings"] = unknown
+    return apply_overrides(values, overrides)
+
+
+def _first_key(override: str) -> str:
+    """Return `section` of `section.key=value`."""
+    return re.split("[.=]", override)[0]

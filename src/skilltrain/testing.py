@@ -19,39 +19,47 @@ from skilltrain.files import fingerprint
 from skilltrain.losses.scored_batch import Loss, ScoredBatch
 from skilltrain.metrics.benchmarks.benchmark import BenchmarkReader
 from skilltrain.metrics.measures import Relevance, parse_measure
-from skilltrain.records import Query, Ranker, Rankings, Skill
+from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 
 
 def check_loss(loss: Loss) -> None:
     """Check a loss that reads scores, gains and teacher scores.
 
-    Its gradient must be finite, and zero for invalid candidates. The loss of a batch must be the
-    sum of the losses of its queries, and the same for every order of the candidates.
+    The gradient must be finite, and zero for invalid candidates. The loss of a batch is the sum of
+    its queries' losses, for any order of candidates.
     """
-    # Make a batch of 3 queries with 5 candidates each.
-    generator = torch.Generator().manual_seed(0)
-    scores = torch.randn(3, 5, generator=generator).requires_grad_()
-    gains = torch.tensor([1, 0.5, 0, 0, 0]).repeat(3, 1)
-    num_valid = torch.tensor([[5], [3], [4]])
-    valid = torch.arange(5) < num_valid  # [query, candidate]
-    teacher_scores = torch.randn(3, 5, generator=generator)
-
-    def loss_of(index: Any) -> Tensor:
-        """Return the loss of the part of the batch that `index` selects."""
-        return loss(ScoredBatch(scores[index], gains[index], valid[index], teacher_scores[index]))
-
-    total = loss_of(slice(3))  # all queries
+    tensors = _make_tensors()
+    all_queries = slice(3)
+    total = loss(_make_batch(tensors, all_queries))
     assert total.ndim == 0, "the loss is not a single number; return the sum over queries"
+    scores, _, valid, _ = tensors
     (gradient,) = torch.autograd.grad(total, scores)
     assert gradient.isfinite().all(), "the loss or its gradient is not finite"
     assert not gradient[~valid].any(), "an invalid candidate has a gradient; use batch.valid"
 
-    query_losses = torch.stack([loss_of(slice(row, row + 1)) for row in range(3)])
-    assert torch.isclose(total, query_losses.sum()), (
-        "the loss is not the sum of its queries' losses"
-    )
-    reordered = loss_of((slice(3), [4, 2, 0, 3, 1]))  # all queries, other order of candidates
+    query_losses = [loss(_make_batch(tensors, slice(row, row + 1))) for row in range(3)]
+    is_sum = torch.isclose(total, torch.stack(query_losses).sum())
+    assert is_sum, "the loss is not the sum of its queries' losses"
+    reordered_candidates = (all_queries, [4, 2, 0, 3, 1])
+    reordered = loss(_make_batch(tensors, reordered_candidates))
     assert torch.isclose(total, reordered), "the loss depends on the order of the candidates"
+
+
+def _make_tensors() -> Sequence[Tensor]:
+    """Make scores, gains, validity and teacher scores of 3 queries with 5 candidates each."""
+    generator = torch.Generator().manual_seed(0)
+    scores = torch.randn(3, 5, generator=generator).requires_grad_()  # [query, candidate]
+    gains = torch.tensor([1, 0.5, 0, 0, 0]).repeat(3, 1)  # [query, candidate]
+    num_valid = torch.tensor([[5], [3], [4]])
+    valid = torch.arange(5) < num_valid  # [query, candidate]
+    teacher_scores = torch.randn(3, 5, generator=generator)  # [query, candidate]
+    return scores, gains, valid, teacher_scores
+
+
+def _make_batch(tensors: Sequence[Tensor], index: Any) -> ScoredBatch:
+    """Make a batch of the queries and candidates that `index` selects."""
+    scores, gains, valid, teacher_scores = [tensor[index] for tensor in tensors]
+    return ScoredBatch(scores, gains, valid, teacher_scores)
 
 
 def check_ranker(
@@ -70,19 +78,22 @@ def check_ranker(
     """
     rankings = ranker.rank(queries, candidates, len(skills))
     for query in queries:
-        label = f"query {query.query_id}"
         allowed_ids = [skill.skill_id for skill in skills]
         if candidates is not None:
             allowed_ids = [skill_id for skill_id, _ in candidates[query.query_id]]
-        ranking = rankings[query.query_id]
-        ids = {skill_id for skill_id, _ in ranking}
-        assert ids <= set(allowed_ids), f"{label}: a skill is not in the pool or candidates"
-        assert len(ids) == len(ranking), f"{label}: a skill is ranked twice"
+        _check_ranking(rankings[query.query_id], allowed_ids, f"query {query.query_id}")
 
-        # Sort by score. Equal scores keep the order of the pool or the candidates.
-        keys = [(-score, allowed_ids.index(skill_id)) for skill_id, score in ranking]
-        assert np.isfinite(keys).all(), f"{label}: a score is not finite"
-        assert keys == sorted(keys), f"{label}: scores must descend, and equal ones keep the order"
+
+def _check_ranking(ranking: Ranking, allowed_ids: Sequence[str], label: str) -> None:
+    """Check one ranking of the skills `allowed_ids`. Equal scores must keep their order."""
+    ids = {skill_id for skill_id, _ in ranking}
+    assert ids <= set(allowed_ids), f"{label}: a skill is not in the pool or candidates"
+    assert len(ids) == len(ranking), f"{label}: a skill is ranked twice"
+
+    sort_keys = [(-score, allowed_ids.index(skill_id)) for skill_id, score in ranking]
+    assert np.isfinite(sort_keys).all(), f"{label}: a score is not finite"
+    is_sorted = sort_keys == sorted(sort_keys)
+    assert is_sorted, f"{label}: scores must descend, and equal ones keep the order"
 
 
 def check_filter(layer: FilterLayer, pool: FilterPool) -> None:

@@ -233,7 +233,7 @@ def show_table(
     Example: skilltrain show runs/pool/dropped.parquet filter=duplicate
     """
     table = _read_parquet(file)
-    value_by_column = _read_filters(where)
+    value_by_column = dict(argument.split("=", 1) for argument in read_overrides(where))
     matching = _matching_rows(table, value_by_column, file)
 
     if as_json:
@@ -243,11 +243,6 @@ def show_table(
     print_line(f"{file}: {len(matching):,} of {table.num_rows:,} rows, {table.num_columns} columns")
     if matching:
         _print_rows(matching[:rows])
-
-
-def _read_filters(arguments: Sequence[str] | None) -> dict[str, str]:
-    """Return the value that rows must have, by column, from arguments `column=value`."""
-    return dict(argument.split("=", 1) for argument in read_overrides(arguments))
 
 
 def _read_parquet(file: Path) -> "pa.Table":

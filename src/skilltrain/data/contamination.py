@@ -7,10 +7,24 @@ A training query is dropped on one of three grounds (column `filter` of DROPPED)
 - `jaccard`: the body of a positive has most word trigrams in common with that of a gold skill.
 
 A query that asks the same in other words is found only through its gold skill.
+
+A match is a row of DROPPED. `skill_id` is the positive, or empty if the query itself matches.
+`source` is the benchmark, and `other_id` its gold skill. `value` is the similarity: 1 if the words,
+the names or the ids are equal. Of several matches of a query by one ground with one benchmark, only
+the strongest is written. So the counts by ground can add up to more than the dropped queries.
+
+Notes:
+- One folder may hold both training queries (split `train`) and held-out queries.
+- A benchmark has the name of its folder. If two folders have one name, their paths are used.
+- A benchmark's text of a gold skill takes precedence over the text in the pool.
+- The limits `name` and `jaccard` compare skills. Without them, no gold skill needs a text.
+- A skill is compared once for all queries that it answers.
+- Copies of gold skills stay in the pool: `evaluate` counts them as gold if it has the pool's
+  clusters.
 """
 
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -24,7 +38,7 @@ from skilltrain.data.near_duplicates import word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
 from skilltrain.metrics.benchmarks.load import load_benchmark
-from skilltrain.records import Dropped, Skill, positives_of
+from skilltrain.records import Dropped, Query, Skill, positives_of
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     DROPPED,
@@ -83,18 +97,11 @@ def open_benchmarks(
 ) -> list[HeldOutBenchmark]:
     """Read benchmarks without their queries of split `train`.
 
-    One folder may hold both training queries and held-out ones.
-
     Args:
         paths: Folders of the benchmarks.
-        pool: SKILLS table with the texts of gold skills that a benchmark does not hold.
+        pool: SKILLS table with texts of gold skills that a benchmark lacks.
         need_golds: Whether to read the gold skills.
-
-    Raises:
-        SkilltrainError: A folder is no benchmark or has only queries of split `train`; or
-            `need_golds` is set and a gold skill has no text.
     """
-    # A benchmark has the name of its folder. If two folders have one name, their paths are used.
     names = [path.resolve().name for path in paths]
     benchmarks: list[HeldOutBenchmark] = []
     for path, name in zip(paths, names, strict=True):
@@ -114,16 +121,26 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
         )
         fix = "give a folder with queries of another split"
         raise SkilltrainError("empty-split", problem, where=path, fix=fix)
-    if not need_golds:
-        return HeldOutBenchmark(name, tasks, ())
+    golds = _read_golds(path, benchmark.gold_skills, tasks, pool) if need_golds else ()
+    return HeldOutBenchmark(name, tasks, golds)
 
-    first_task_of: dict[str, str] = {}  # id of the first task with this gold skill
+
+def _read_golds(
+    path: Path, known_golds: Sequence[Skill], tasks: Sequence[Task], pool: Path | None
+) -> tuple[Skill, ...]:
+    """Return the gold skills of tasks, from the benchmark or otherwise from the pool.
+
+    Args:
+        path: Folder of the benchmark.
+        known_golds: Gold skills with a text in the benchmark.
+        pool: SKILLS table with further texts.
+    """
+    first_task_of: dict[str, str] = {}  # task id by gold skill
     for task in tasks:
         for skill_id in sorted({*task.relevance.gold, *task.relevance.alternatives}):
             first_task_of.setdefault(skill_id, task.query.query_id)
 
-    # The benchmark's text of a skill takes precedence over that of the pool.
-    skills = {skill.skill_id: skill for skill in benchmark.gold_skills}
+    skills = {skill.skill_id: skill for skill in known_golds}
     if pool is not None and first_task_of.keys() - skills.keys():
         skills = {skill.skill_id: skill for skill in read_skills(pool)} | skills
     missing = [skill_id for skill_id in first_task_of if skill_id not in skills]
@@ -134,7 +151,7 @@ def _open_benchmark(path: Path, name: str, pool: Path | None, need_golds: bool) 
         )
         fix = "give a pool that holds the benchmark's skills"
         raise SkilltrainError("missing-gold-skill", problem, where=path, fix=fix)
-    return HeldOutBenchmark(name, tasks, tuple(skills[skill_id] for skill_id in first_task_of))
+    return tuple(skills[skill_id] for skill_id in first_task_of)
 
 
 class _TrigramIndex:
@@ -229,56 +246,33 @@ class BenchmarkIndex:
         ground: str = "name",
         similarity: float = 1.0,
     ) -> Match:
-        """Return the match of a training skill with a gold skill.
+        """Return the match of a training skill with the gold skill at `position` of the index.
 
         Args:
-            skill: Skill of the training data.
-            position: Position of the gold skill in the index.
             relation: Words for the reason, such as "same name as".
             ground: One of GROUNDS.
-            similarity: Similarity of the two skills; 1 for the same id or name.
         """
         benchmark, gold = self._golds[position]
         reason = f"{relation} gold skill {gold.skill_id} of benchmark {benchmark}"
         return Match(
-            query_id="",  # set by the method `contaminations`
-            skill_id=skill.skill_id,
-            filter=ground,
-            reason=reason,
-            value=similarity,
-            source=benchmark,
-            other_id=gold.skill_id,
+            "", skill.skill_id, ground, reason, similarity, benchmark, other_id=gold.skill_id
         )
 
     def contaminations(
         self, query_id: str, text: str, skill_matches: Iterable[Match]
     ) -> list[Match]:
-        """Return the matches that contaminate a training query.
-
-        A match says what the query, or one of its positives, has in common with a benchmark. The
-        ground of a match is one of GROUNDS, such as "name". If a ground has several matches with
-        one benchmark, only the strongest is returned.
+        """Return the matches of a training query and its positives with benchmarks.
 
         Args:
             query_id: Id of the training query.
-            text: Text of the training query.
-            skill_matches: Matches of the query's positives, from the method `skill_matches`.
+            skill_matches: Matches of its positives (see `skill_matches`).
 
         Returns:
-            The matches in the order of GROUNDS. A match is a row of DROPPED with these columns:
-
-            - `filter`: the ground.
-            - `skill_id`: the positive. Empty if the query itself matches.
-            - `value`: the similarity. It is 1 if the words, the names or the ids are the same.
-            - `source`: the benchmark.
-            - `other_id`: the gold skill of the benchmark.
+            The strongest match of each ground and benchmark, in the order of GROUNDS.
         """
-        # Sort by similarity, so that the strongest match comes first.
         matches = [*self.query_matches(text), *skill_matches]
         matches.sort(key=lambda match: match.value or 0, reverse=True)
-
-        # Keep the first match of each ground and benchmark.
-        strongest: dict[tuple[int, str], Match] = {}  # by index of the ground, and benchmark
+        strongest: dict[tuple[int, str], Match] = {}  # by ground and benchmark
         for match in matches:
             ground_index = GROUNDS.index(match.filter)
             benchmark = match.source or ""
@@ -312,35 +306,15 @@ class Decontaminate(Stage):
     out: Path = Field(description="folder to write: QUERIES, JUDGEMENTS (LISTS), DROPPED")
 
     def run(self, out: Path) -> Summary:
-        """Write the tables without contaminated queries, and return counts.
-
-        A ground is a reason to drop a query: one of GROUNDS, in the column `filter` of DROPPED.
-        DROPPED has one row for each ground and benchmark of a dropped query. So the counts by
-        ground can add up to more than the number of dropped queries. Copies of gold skills stay in
-        the pool: `evaluate` counts them as gold if it has the pool's clusters.
-        """
+        """Write the tables without contaminated queries, and return counts."""
         positives = {
             query: positives_of(verdicts)
             for query, verdicts in select_judged(self.queries, self.split)
         }
         skills = _read_positives(self.pool, set().union(*positives.values()))
-
-        # The limits `name` and `jaccard` compare skills, so they need the gold skills.
-        need_golds = self.limits.name or self.limits.jaccard is not None
-        benchmarks = open_benchmarks(self.benchmarks, self.pool, need_golds)
-        index = BenchmarkIndex(benchmarks, self.limits)
-
-        # Find the contaminated queries. A skill is compared once for all queries that it answers.
-        matches_by_skill = {
-            skill.skill_id: index.skill_matches(skill)
-            for skill in track(skills, "comparing skills", len(skills))
-        }
-        rows: list[Match] = []
-        for query in track(positives, "comparing queries", len(positives)):
-            matches: list[Match] = []
-            for skill_id in positives[query]:
-                matches += matches_by_skill.get(skill_id, ())
-            rows += index.contaminations(query.query_id, query.text, matches)
+        compares_skills = self.limits.name or self.limits.jaccard is not None
+        benchmarks = open_benchmarks(self.benchmarks, self.pool, need_golds=compares_skills)
+        rows = _find_matches(BenchmarkIndex(benchmarks, self.limits), positives, skills)
 
         dropped_ids = {row.query_id for row in rows}
         if len(dropped_ids) == len(positives):
@@ -350,7 +324,6 @@ class Decontaminate(Stage):
         counts = _write_clean(self.queries, dropped_ids, out)
         write_table(rows, DROPPED, out)
 
-        # A query counts once for each of its grounds, and once for each of its benchmarks.
         query_grounds = {(row.query_id, row.filter) for row in rows}
         query_benchmarks = {(row.query_id, row.source) for row in rows}
         by_ground = Counter(ground for _, ground in query_grounds)
@@ -365,12 +338,31 @@ class Decontaminate(Stage):
         }
 
 
-def _read_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
-    """Return the positives that are in the pool, and warn if some are not.
+def _find_matches(
+    index: BenchmarkIndex, positives: Mapping[Query, Sequence[str]], skills: Sequence[Skill]
+) -> list[Match]:
+    """Find the matches of all queries with benchmarks.
 
-    Raises:
-        SkilltrainError: None of the positives is in the pool.
+    Args:
+        index: The benchmarks.
+        positives: Skill ids of the positives by query.
+        skills: The positives that are in the pool.
     """
+    matches_by_skill = {
+        skill.skill_id: index.skill_matches(skill)
+        for skill in track(skills, "comparing skills", len(skills))
+    }
+    matches: list[Match] = []
+    for query in track(positives, "comparing queries", len(positives)):
+        skill_matches: list[Match] = []
+        for skill_id in positives[query]:
+            skill_matches += matches_by_skill.get(skill_id, ())
+        matches += index.contaminations(query.query_id, query.text, skill_matches)
+    return matches
+
+
+def _read_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
+    """Return the positives that are in the pool, and warn if some are not."""
     skills = [skill for skill in read_skills(pool) if skill.skill_id in positives]
     if positives and not skills:
         fix = "give the pool that the queries were made for"
@@ -389,7 +381,6 @@ def _write_clean(source: Path, dropped_ids: Collection[str], out: Path) -> dict[
 
     Args:
         source: Folder with QUERIES, JUDGEMENTS and perhaps LISTS.
-        dropped_ids: Ids of the queries to leave out.
         out: Folder to write to.
 
     Returns:

@@ -1,6 +1,12 @@
 """Stage `filter`: drops false negatives from mined candidates and gives the reason for each.
 
-The layers that find them are in filter_layers.py.
+The layers that find them are in filter_layers.py. They run in order: a layer checks only the
+candidates that no earlier layer dropped. If several pairs of a candidate are hits of a layer, the
+first is reported.
+
+Notes:
+- A candidate with the verdict `irrelevant` or `rejected` is kept without a check, because a
+  judgement counts more than a similarity.
 """
 
 from collections import Counter
@@ -97,34 +103,25 @@ class Filter(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write the candidates without false negatives, and return counts.
-
-        An unjudged candidate is dropped if a layer calls it a false negative. A candidate with the
-        verdict `irrelevant` or `rejected` is kept, because a judgement counts more than a
-        similarity. A candidate with a positive verdict is dropped with the reason `judged`, unless
-        the setting `judged_positives` is `keep`.
-        """
+        """Write the candidates without false negatives, and return counts."""
         rankings = read_table(self.rankings, RANKINGS)
         skills = read_skills(self.pool)
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
-
-        # Find the candidates to drop: false negatives and judged positives.
-        rows = rows_by_query(rankings)
+        rows_by_id = rows_by_query(rankings)
         verdicts = read_verdicts(self.queries)
         pool = FilterPool(
             skills,
-            pair_with_golds(rankings, rows, skills, verdicts),
+            pair_with_golds(rankings, rows_by_id, skills, verdicts),
             sources=texts_of(rankings.column("stage")),
-            query_texts=self._query_texts(rows),
+            query_texts=self._query_texts(rows_by_id),
             encoder_source=self.encoder,
             clusters_path=self.clusters,
             workers=self.workers,
         )
-        dropped_by_row = find_false_negatives(pool, list(rows), self.layers)
+        dropped_by_row = find_false_negatives(pool, list(rows_by_id), self.layers)
         if self.judged_positives == "drop":
-            dropped_by_row.update(find_judged_positives(rankings, rows, verdicts))
+            dropped_by_row.update(find_judged_positives(rankings, rows_by_id, verdicts))
 
-        # Write the candidates that are not dropped.
         is_kept = np.ones(rankings.num_rows, dtype=bool)
         is_kept[list(dropped_by_row)] = False
         kept_rankings = rankings.filter(pa.array(is_kept))
@@ -160,25 +157,22 @@ def find_judged_positives(
     """Find the candidates with a positive verdict.
 
     Args:
-        rankings: The candidates of all queries.
-        rows_by_id: Row numbers of each query's candidates in the rankings, by query id.
+        rows_by_id: Row numbers of a query's candidates in the rankings, by query id.
         verdicts: Verdicts by query id and skill id.
 
     Returns:
-        A row of DROPPED for each of these candidates, by the candidate's row in the rankings.
+        Rows of DROPPED by row of the rankings.
     """
     skill_ids = texts_of(rankings.column("skill_id"))
     sources = texts_of(rankings.column("stage"))
     dropped_by_row: dict[int, Dropped] = {}
     for query_id, query_rows in rows_by_id.items():
-        query_verdicts = verdicts.get(query_id, {})
         for row in query_rows.tolist():
-            skill_id = skill_ids[row]
-            verdict = query_verdicts.get(skill_id)
+            verdict = verdicts.get(query_id, {}).get(skill_ids[row])
             if verdict in POSITIVE:
                 reason = f"judged {verdict} for this query"
                 dropped_by_row[row] = Dropped(
-                    query_id, skill_id, "judged", reason, source=sources[row]
+                    query_id, skill_ids[row], "judged", reason, source=sources[row]
                 )
     return dropped_by_row
 
@@ -189,50 +183,28 @@ def pair_with_golds(
     skills: Sequence[Skill],
     verdicts: Mapping[str, Mapping[str, Verdict]],
 ) -> Pairs:
-    """Pair each unjudged candidate with each gold skill of its query.
-
-    For a query without gold skills, each unjudged candidate has one pair, with -1 as gold skill.
+    """Pair each unjudged candidate with each gold skill of its query (see `PAIR`).
 
     Args:
-        rankings: The candidates of all queries.
-        rows_by_id: Row numbers of each query's candidates in the rankings, by query id.
-        skills: The pool.
+        rows_by_id: Row numbers of a query's candidates in the rankings, by query id.
         verdicts: Verdicts by query id and skill id.
-
-    Returns:
-        An array of pairs with these fields:
-
-        - `row`: row number of the candidate in the rankings.
-        - `rank`: rank of the candidate in the rankings.
-        - `query`: position of the query in `rows_by_id`.
-        - `skill`: position of the candidate in the pool.
-        - `gold`: position of the gold skill in the pool, or -1.
     """
     positions = {skill.skill_id: position for position, skill in enumerate(skills)}
     skill_ids = texts_of(rankings.column("skill_id"))
-
-    blocks = [np.empty(0, PAIR)]  # one block per query; the empty one is for no queries at all
-    for query_position, (query_id, query_rows) in enumerate(rows_by_id.items()):
-        # A candidate with a verdict needs no check, so it gets no pair.
-        query_verdicts = verdicts.get(query_id, {})
-        unjudged_rows = [row for row in query_rows.tolist() if skill_ids[row] not in query_verdicts]
-
-        # Pair the first candidate with all gold skills, then the second candidate, and so on.
-        gold_ids = positives_of(query_verdicts)
-        golds = [positions[gold_id] for gold_id in gold_ids if gold_id in positions]
+    ranks = rankings.column("rank").to_pylist()
+    blocks = [np.empty(0, PAIR)]  # in case of no queries
+    for query, (query_id, rows) in enumerate(rows_by_id.items()):
+        judged = verdicts.get(query_id, {})
+        golds = [positions[gold] for gold in positives_of(judged) if gold in positions]
         if not golds:
-            golds = [-1]
-        block = np.empty(len(unjudged_rows) * len(golds), PAIR)
-        block["row"] = np.repeat(unjudged_rows, len(golds))
-        block["gold"] = np.tile(golds, len(unjudged_rows))
-        block["query"] = query_position
-        blocks.append(block)
-
-    # Look up the skill and the rank of each candidate.
-    pairs = np.concatenate(blocks)
-    pairs["skill"] = [positions[skill_ids[row]] for row in pairs["row"].tolist()]
-    pairs["rank"] = rankings.column("rank").to_numpy()[pairs["row"]]
-    return pairs
+            golds = [-1]  # no gold skill
+        pairs: list[tuple[int, ...]] = []
+        for row in rows.tolist():
+            if skill_ids[row] not in judged:
+                skill = positions[skill_ids[row]]
+                pairs += [(row, query, skill, gold, ranks[row]) for gold in golds]
+        blocks.append(np.array(pairs, PAIR))
+    return np.concatenate(blocks)
 
 
 def find_false_negatives(
@@ -240,31 +212,21 @@ def find_false_negatives(
 ) -> dict[int, Dropped]:
     """Find the candidates that the layers call false negatives.
 
-    The layers run in order. A layer checks only the candidates that no earlier layer dropped.
-
     Args:
-        pool: The pairs of a candidate and a gold skill (see `pair_with_golds`), and data for the
-            layers. The field `row` of a pair is the candidate's row in the rankings.
-        query_ids: Query ids. The field `query` of a pair is a position in this list.
-        layers: The layers.
+        pool: The pairs to check, and data for the layers.
+        query_ids: Query ids by the field `query` of pairs.
 
     Returns:
-        A row of DROPPED for each false negative, by its row in the rankings.
+        Rows of DROPPED by row of the rankings.
     """
     dropped_by_row: dict[int, Dropped] = {}
     remaining = pool.pairs
     for layer in layers:
-        pairs = remaining
-        if layer.needs_gold:
-            has_gold = remaining["gold"] >= 0  # -1 if the query has no gold skill
-            pairs = remaining[has_gold]
-        values = layer.check(pool, pairs)  # [pair], NaN if the layer keeps the candidate
-        hits = np.flatnonzero(~np.isnan(values))  # positions of pairs whose candidate is dropped
-
-        # Report only the first of these pairs for each candidate, that is, for each `row`.
+        pairs = remaining[remaining["gold"] >= 0] if layer.needs_gold else remaining
+        values = layer.check(pool, pairs)  # [pair], NaN: keep
+        hits = np.flatnonzero(~np.isnan(values))
         rows, first_hits = np.unique(pairs["row"][hits], return_index=True)
-        hits = hits[first_hits]
-
+        hits = hits[first_hits]  # one per row
         for pair, value in zip(pairs[hits], values[hits].tolist(), strict=True):
             row = int(pair["row"])
             dropped_by_row[row] = Dropped(

@@ -1,6 +1,14 @@
 """Layers of the stage `filter`: each is a class that finds false negatives among candidates.
 
 A layer is a plug-in of the kind `filter` (CONTRIBUTING.md).
+
+Notes:
+- The layer `jaccard` compares only pairs of similar size: the index is at most the ratio of sizes.
+- The layer `cosine` uses no matrix product: its last bits depend on what else is multiplied.
+- The layer `ceiling` scores a query and gold skill once, although many pairs have both. A candidate
+  has a pair per gold skill; only the pair with the lowest-scored gold skill is reported.
+- The layer `rank_window` compares ranks in RANKINGS, which count candidates that earlier layers
+  dropped.
 """
 
 from abc import abstractmethod
@@ -177,16 +185,13 @@ class JaccardLayer(FilterLayer):
         trigrams = trigram_sets(pool.skills, self.max_names, pool.workers)
         candidates = pairs["skill"]  # [pair]
         golds = pairs["gold"]  # [pair]
-
-        # Compare only pairs of similar size: the index is at most the ratio of the sizes.
-        candidate_sizes = trigrams.sizes[candidates]  # [pair], numbers of trigrams
-        gold_sizes = trigrams.sizes[golds]  # [pair]
-        smaller = np.minimum(candidate_sizes, gold_sizes)
-        larger = np.maximum(candidate_sizes, gold_sizes)
-        possible = np.flatnonzero(smaller > self.above * larger)  # positions of pairs
+        sizes = trigrams.sizes  # [skill]
+        smaller = np.minimum(sizes[candidates], sizes[golds])
+        larger = np.maximum(sizes[candidates], sizes[golds])
+        similar_in_size = np.flatnonzero(smaller > self.above * larger)
 
         values = np.full(len(pairs), np.nan)
-        for position in track(possible.tolist(), "comparing bodies", len(possible)):
+        for position in track(similar_in_size.tolist(), "comparing bodies", len(similar_in_size)):
             value = jaccard(trigrams[golds[position]], trigrams[candidates[position]])
             if value > self.above:
                 values[position] = value
@@ -213,14 +218,13 @@ class CosineLayer(FilterLayer):
             The cosine of each pair above the threshold; NaN for all other pairs.
         """
         vectors = pool.chunks.vectors  # [chunk, dim]
-        first_chunks = pool.chunks.starts  # of each skill
+        first_chunks = pool.chunks.starts  # [skill]
         cosines = np.empty(len(pairs))
         for begin in range(0, len(pairs), _PAIRS_AT_ONCE):
             block = pairs[begin : begin + _PAIRS_AT_ONCE]
             candidates = vectors[first_chunks[block["skill"]]]  # [pair, dim]
             golds = vectors[first_chunks[block["gold"]]]  # [pair, dim]
-            # No matrix product: its last bits depend on what else is multiplied.
-            products = np.einsum("pd,pd->p", candidates, golds, optimize=False)  # [pair]
+            products = np.einsum("pd,pd->p", candidates, golds, optimize=False)
             cosines[begin : begin + len(block)] = products
         return np.where(cosines > self.above, cosines, np.nan)
 
@@ -274,39 +278,33 @@ class CeilingLayer(FilterLayer):
         return self
 
     def check(self, pool: FilterPool, pairs: Pairs) -> Values:
-        """Compare each candidate's score with that of the query's lowest-scored gold skill.
+        """Compare each candidate's score with the lowest score of the query's gold skills.
 
         Returns:
-            For each pair, the candidate's score or NaN. Only a candidate that scores too high has
-            its score here, at its pair with the query's lowest-scored gold skill.
+            The score of a candidate that scores too high, at its pair with the gold skill that
+            scores lowest; NaN for all other pairs.
         """
-        num_skills = len(pool.skills)
         queries = pairs["query"].astype(np.int64)  # [pair]
-        candidates = pairs["skill"].astype(np.int64)  # [pair]
-
-        # Many pairs have the same query and gold skill, which are scored only once. One code stands
-        # for a query and a gold skill.
-        codes = queries * num_skills + pairs["gold"]  # [pair]
-        distinct_codes, code_positions = np.unique(codes, return_inverse=True)
-        distinct_scores = pool.query_scores(
-            distinct_codes // num_skills, distinct_codes % num_skills
-        )
-        gold_scores = distinct_scores[code_positions]  # [pair]
-
-        # Find the lowest score of a query's gold skills.
+        gold_scores = self._gold_scores(pool, pairs)  # [pair]
         lowest_by_query = np.full(len(pool.query_texts), np.inf)
         np.minimum.at(lowest_by_query, queries, gold_scores)
         lowest = lowest_by_query[queries]  # [pair]
 
-        # A candidate's score must be below `lowest` by the larger of the two margins.
-        scores = pool.query_scores(queries, candidates)  # [pair]
-        relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)  # [pair]
+        scores = pool.query_scores(queries, pairs["skill"].astype(np.int64))
+        relative_margins = (self.relative_margin or 0.0) * np.abs(lowest)
         margins = np.maximum(self.absolute_margin or 0.0, relative_margins)
         is_too_high = scores > lowest - margins
+        is_lowest_gold = gold_scores == lowest
+        return np.where(is_too_high & is_lowest_gold, scores, np.nan)
 
-        # A candidate has one pair per gold skill. Report only that of the lowest-scored one.
-        is_reported = is_too_high & (gold_scores == lowest)
-        return np.where(is_reported, scores, np.nan)
+    def _gold_scores(self, pool: FilterPool, pairs: Pairs) -> Values:
+        """Return the score of each pair's gold skill, computed once per query and gold skill."""
+        num_skills = len(pool.skills)
+        codes = pairs["query"].astype(np.int64) * num_skills + pairs["gold"]  # [pair]
+        distinct_codes, code_positions = np.unique(codes, return_inverse=True)
+        queries = distinct_codes // num_skills
+        golds = distinct_codes % num_skills
+        return pool.query_scores(queries, golds)[code_positions]
 
 
 RankWindows = dict[str, tuple[int, int | None]]
@@ -338,21 +336,15 @@ class RankWindowLayer(FilterLayer):
 
         Returns:
             The rank of each candidate outside its window; NaN for all other candidates.
-
-        Raises:
-            SkilltrainError: A source of `ranks` has no candidate.
         """
-        # The setting must name sources that occur.
         present = set(pool.sources)
         unknown = sorted(self.ranks.keys() - present)
         if unknown:
             problem = f"no candidate is of source '{unknown[0]}'"
             fix = f"sources: {', '.join(sorted(present))}"
-            raise SkilltrainError(
-                "unknown-source", problem, where="layers.rank_window.ranks", fix=fix
-            )
+            where = "layers.rank_window.ranks"
+            raise SkilltrainError("unknown-source", problem, where=where, fix=fix)
 
-        # Compare the ranks in RANKINGS. Candidates that earlier layers dropped are counted too.
         sources = np.array(pool.sources, dtype=object)[pairs["row"]]  # [pair]
         ranks = pairs["rank"]  # [pair]
         is_outside = np.zeros(len(pairs), dtype=bool)

@@ -3,6 +3,11 @@
 "Use when the user wants to merge PDF files" and "This skill merges PDF files" both become "Merge
 PDF files". The words and patterns are in requests.yaml. Texts in other languages than English and
 Chinese make no request.
+
+Notes:
+- In a text about use, "Creating slides" is a task, while it may be a heading elsewhere. After "Use
+  when", other forms than -ing are nouns: "tests fail".
+- A list of imperatives is one request, if it is short.
 """
 
 import re
@@ -102,30 +107,32 @@ def _base_form(form: str) -> str:
 
 
 def passages_of(text: str, name: str, is_about_use: bool = False) -> Iterator[Passage]:
-    """Yield the parts of a text that make a request, each with its request.
+    """Yield the parts of a skill's text that make a request, each with its request.
 
     Args:
-        text: Text of a skill.
-        name: Name of the skill, which the requests do not hold.
-        is_about_use: Whether all sentences say when the skill is used. "Creating slides" is a task
-            there, while it may be a heading elsewhere.
+        name: Name of the skill.
+        is_about_use: Whether all sentences say when the skill is used.
     """
     for sentence in sentences_of(text):
         if pattern("trigger_list").match(sentence):
             continue
         expects_gerund = is_about_use or pattern("about_use").match(sentence) is not None
         for part in pattern("part_end").split(sentence):
-            request = _request_of(part, name, expects_gerund)
-            first_word = request.partition(" ")[0]
-            # A list of imperatives is one request: "Read the log of a run and list its faults".
-            is_imperative = first_word != "" and part.lstrip(" -*•").startswith(first_word)
             clauses = [part]
-            if not is_imperative or num_words(request) > MAX_WORDS:
+            if not _is_one_request(part, name, expects_gerund):
                 clauses = pattern("clause_end").split(part)[::2]  # without the separators
             for clause in clauses:
                 request = _request_of(clause, name, expects_gerund)
                 if MIN_WORDS <= num_words(request) <= MAX_WORDS:
                     yield Passage(clause, request)
+
+
+def _is_one_request(part: str, name: str, expects_gerund: bool) -> bool:
+    """Return whether a part is one request: "Read the log of a run and list its faults"."""
+    request = _request_of(part, name, expects_gerund)
+    first_word = request.partition(" ")[0]
+    is_imperative = first_word != "" and part.lstrip(" -*•").startswith(first_word)
+    return is_imperative and num_words(request) <= MAX_WORDS
 
 
 def sentences_of(text: str) -> list[str]:
@@ -188,9 +195,7 @@ def _as_imperative(text: str, expects_gerund: bool) -> str:
     """Put the verbs of a clause into base form. Empty: the clause does not start with a verb.
 
     Args:
-        text: Clause, without its lead.
-        expects_gerund: Whether a verb that is not in base form must have the -ing form. After "Use
-            when", other forms are nouns: "tests fail".
+        expects_gerund: Whether a verb that is not in base form must have the -ing form.
     """
     if pattern("chinese_head").match(text):
         return text
@@ -206,8 +211,8 @@ def _as_imperative(text: str, expects_gerund: bool) -> str:
         return ""
 
     def in_base_form(match: re.Match[str]) -> str:
-        """Return a conjunction and its verb, in base form if the first verb has the same form."""
+        conjunction = match[1]
         form = match[2].lower()
-        return match[1] + _base_form(form) if form.endswith(ending) else match[0]
+        return conjunction + _base_form(form) if form.endswith(ending) else match[0]
 
     return base_form + pattern("coordinated_verb").sub(in_base_form, text[len(verb) :])

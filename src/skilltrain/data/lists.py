@@ -1,4 +1,22 @@
-"""Stage `lists`: training lists, each a query with its positives and negatives."""
+"""Stage `lists`: training lists, each a query with its positives and negatives.
+
+There are three kinds of lists. A known positive is never a negative in any of them.
+
+- Without `list_size`: all gold skills, and negatives sampled by `quotas`.
+- With `list_size` and `absent_gold: drop`: the top of the ranking.
+- With `list_size` and `absent_gold: add`: all gold skills and the quota of judged negatives, filled
+  up from the top of the ranking. The skills that were mined come first, in order of rank.
+
+Notes:
+- A list depends only on the judged skills, the set of candidates and the seed.
+- Every source has its own random stream. Changing one quota does not change the order in which the
+  other sources are sampled.
+- Judged negatives come first, because they are the most reliable. Candidates that a source lacks
+  are taken from the other sources, in the order of `quotas`.
+- Lists made with quotas always hold all gold skills, so `absent_gold: drop` has no use there. With
+  `list_size`, the only possible quota is that of judged negatives.
+- A quota may name a source of the rankings, a source plug-in, or the judgements.
+"""
 
 import random
 from collections.abc import Collection, Mapping, Sequence
@@ -91,7 +109,6 @@ class Lists(Stage):
         if self.list_size is None:
             is_valid = self.quotas is not None
         else:
-            # With `list_size`, the only possible quota is that of judged negatives.
             is_valid = self.quotas is None or self.quotas.keys() == {JUDGED}
         if not is_valid:
             raise ValueError(
@@ -103,20 +120,12 @@ class Lists(Stage):
         unknown = set(self.best_of).difference(self.quotas or {})
         if unknown:
             raise ValueError(f"best_of: '{min(unknown)}' is no source of 'quotas'")
-
-        # Lists made with quotas always hold all gold skills, so none can be dropped.
         if self.absent_gold == "drop" and (self.list_size is None or self.quotas):
             raise ValueError("absent_gold: drop needs 'list_size', and no 'quotas'")
         return self
 
     def run(self, out: Path) -> Summary:
-        """Build a list for each query, and return counts.
-
-        Writes LISTS, the QUERIES and JUDGEMENTS of the lists, and DROPPED.
-
-        Raises:
-            SkilltrainError: The rankings do not fit the settings or the pool, or no list is left.
-        """
+        """Build a list for each query, write the lists and their queries, and return counts."""
         queries = {query.query_id: query for query in select_queries(self.queries, self.split)}
         judgements = read_table(self.queries, JUDGEMENTS)
         pool = set(read_table(self.pool, SKILLS).column("skill_id").to_pylist())
@@ -124,7 +133,6 @@ class Lists(Stage):
         _check_sources(rankings, self)
         check_ranked(rankings, pool, self.pool)
 
-        # Build the lists.
         flags = flags_to_leave_out(self.pool) if self.flagged == "leave_out" else {}
         verdicts = verdicts_by_query(judgements)
         rows = rows_by_query(rankings)
@@ -150,7 +158,6 @@ class Lists(Stage):
             fix = "check that rankings, queries and pool belong together"
             raise SkilltrainError("nothing-left", problem, where=self.rankings, fix=fix)
 
-        # Write them with their queries and judgements.
         write_table(lists.values(), LISTS, out)
         list_judgements = [row for row in judgements.to_pylist() if row["query_id"] in lists]
         list_judgements.sort(key=lambda row: row["query_id"])
@@ -193,22 +200,15 @@ class JudgedSkills(NamedTuple):
 
 
 def _check_sources(rankings: pa.Table, config: Lists) -> None:
-    """Raise SkilltrainError if the sources of the rankings do not fit the settings.
-
-    Args:
-        rankings: The candidates. The column `stage` names the source of each candidate.
-        config: Settings of the stage.
-    """
+    """Raise SkilltrainError if the sources of the rankings do not fit the settings."""
     sources = sorted(rankings.column("stage").unique().to_pylist())
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
-
     if config.list_size is not None and len(sources) > 1:
         problem = f"'list_size' takes the top of one ranking; {present}"
         raise SkilltrainError(
             "conflicting-settings", problem, where=config.rankings, fix="set quotas instead"
         )
 
-    # A quota may name a source of the rankings, a source plug-in, or the judgements.
     known_sources = {*sources, *plugin_paths("source"), JUDGED}
     quotas = config.quotas or {}
     unknown = [source for source in quotas if source not in known_sources]
@@ -224,17 +224,11 @@ def _judged_in_pool(
     flags: Mapping[str, Sequence[Flag]],
     dropped: list[Dropped],
 ) -> JudgedSkills | None:
-    """Return the judged skills that a list may hold.
+    """Return the judged skills that a list may hold; None if no required skill is left.
 
     Args:
-        query_id: The query of the list.
-        verdicts: Verdict by skill id.
-        pool: Ids of the pool's skills.
         flags: Safety flags by skill id. A flagged skill cannot be a positive.
-        dropped: Rows of DROPPED, to which the skills and queries that are left out are added.
-
-    Returns:
-        None if no required skill can be a positive: the query is left out.
+        dropped: Rows of DROPPED, to which this function adds.
     """
     positives: list[str] = []
     negatives: list[str] = []
@@ -251,55 +245,51 @@ def _judged_in_pool(
         else:
             positives.append(skill_id)
 
-    if any(verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
+    if _has_required(positives, verdicts):
         return JudgedSkills(query_id, verdicts, tuple(positives), tuple(negatives))
     reason = "no required skill of this query can be a positive"
     dropped.append(Dropped(query_id, "", "no_positive", reason))
     return None
 
 
+def _has_required(skill_ids: Sequence[str], verdicts: Mapping[str, Verdict]) -> bool:
+    """Return whether a query requires any of the skills."""
+    return any(verdicts[skill_id] is Verdict.REQUIRED for skill_id in skill_ids)
+
+
 def _list_row(
     judged: JudgedSkills, candidates: Sequence[Candidate], config: Lists, dropped: list[Dropped]
 ) -> dict[str, Any] | None:
-    """Return a list as a row of LISTS.
-
-    The list may lack some positives of the query. This happens only with the setting
-    `absent_gold: drop`, if a positive is not among the top of the ranking.
+    """Return a list as a row of LISTS; None if the list cannot be used.
 
     Args:
         judged: The judged skills of the query.
-        candidates: The skills of the list (see `build_list`).
-        config: Settings of the stage.
-        dropped: Rows of DROPPED, to which the positives and lists that are left out are added.
-
-    Returns:
-        The row. None if the list has no required skill or fewer than `min_negatives` negatives.
+        candidates: The skills of the list.
+        dropped: Rows of DROPPED, to which this function adds.
     """
-    query_id = judged.query_id
     skill_ids = [candidate.skill_id for candidate in candidates]
-
-    # Find the positives that are in the list, and report the absent ones.
-    positives: list[str] = []
+    positives = [skill_id for skill_id in judged.positives if skill_id in skill_ids]
     for skill_id in judged.positives:
-        if skill_id in skill_ids:
-            positives.append(skill_id)
-        else:
+        if skill_id not in positives:
             reason = f"a positive outside the top {config.list_size}"
-            dropped.append(Dropped(query_id, skill_id, "outside_top", reason))
-
-    # Leave out a list without a required skill, or with too few negatives.
-    if not any(judged.verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
+            dropped.append(Dropped(judged.query_id, skill_id, "outside_top", reason))
+    if not _has_required(positives, judged.verdicts):
         return None
+
     num_negatives = len(candidates) - len(positives)
     if num_negatives < config.min_negatives:
         reason = f"{num_negatives} negative(s), at least {config.min_negatives} wanted"
-        dropped.append(Dropped(query_id, "", "min_negatives", reason, float(num_negatives)))
+        dropped.append(Dropped(judged.query_id, "", "min_negatives", reason, float(num_negatives)))
         return None
+    return _as_row(judged, candidates)
 
-    # A candidate that nobody judged counts as irrelevant.
+
+def _as_row(judged: JudgedSkills, candidates: Sequence[Candidate]) -> dict[str, Any]:
+    """Return a row of LISTS. A skill that nobody judged is irrelevant."""
+    skill_ids = [candidate.skill_id for candidate in candidates]
     verdicts = [str(judged.verdicts.get(skill_id, Verdict.IRRELEVANT)) for skill_id in skill_ids]
     return {
-        "query_id": query_id,
+        "query_id": judged.query_id,
         "skill_ids": skill_ids,
         "verdicts": verdicts,
         "sources": [candidate.source for candidate in candidates],
@@ -312,49 +302,37 @@ def build_list(
 ) -> list[Candidate]:
     """Choose the positives and negatives of one list.
 
-    There are three kinds of lists. A known positive is never a negative in any of them.
-
-    - Without `list_size`: all gold skills, and negatives sampled by `quotas`.
-    - With `list_size` and `absent_gold: drop`: the top of the ranking.
-    - With `list_size` and `absent_gold: add`: all gold skills and the quota of judged negatives,
-      filled up from the top of the ranking.
-
-    The result depends only on the judged skills, the set of candidates and the seed.
-
     Args:
         judged: The judged skills of the query.
         candidates: The mined candidates of the query.
-        config: Settings of the stage.
 
     Returns:
-        The skills of the list, fewer than asked for if there are too few candidates.
+        The skills of the list, fewer than asked for if candidates are few.
     """
     quotas = config.quotas or {}
     golds = [Candidate(skill_id, GOLD, 0) for skill_id in judged.positives]  # 0: not ranked
     judged_negatives = _judged_negatives(judged, config.seed)
-    mined_negatives = [
-        candidate
-        for candidate in candidates
-        if judged.verdicts.get(candidate.skill_id) not in POSITIVE
-    ]
-
-    # Sample negatives for an encoder's list.
+    mined_negatives = _without_positives(candidates, judged)
     if config.list_size is None:
         seed = f"{config.seed}/{judged.query_id}"
         negatives = judged_negatives + mined_negatives
         return golds + sample_negatives(negatives, quotas, seed, config.best_of)
 
-    # Take the top of the ranking. Gold skills that are absent from it are not added.
     if config.absent_gold == "drop":
-        ranked_golds = [
-            candidate for candidate in candidates if candidate.skill_id in judged.positives
-        ]
+        ranked_golds = [mined for mined in candidates if mined.skill_id in judged.positives]
         ranking = sorted(ranked_golds + mined_negatives, key=_rank_key)
         return ranking[: config.list_size]
-
-    # Take all gold skills and some judged negatives, and fill the list with mined negatives.
     fixed = golds + judged_negatives[: quotas.get(JUDGED, 0)]
     return _fill_list(fixed, candidates, mined_negatives, config.list_size)
+
+
+def _without_positives(candidates: Sequence[Candidate], judged: JudgedSkills) -> list[Candidate]:
+    """Return the candidates that no judgement calls a positive."""
+    return [
+        candidate
+        for candidate in candidates
+        if judged.verdicts.get(candidate.skill_id) not in POSITIVE
+    ]
 
 
 def _fill_list(
@@ -363,29 +341,22 @@ def _fill_list(
     mined_negatives: Sequence[Candidate],
     list_size: int,
 ) -> list[Candidate]:
-    """Complete a list of fixed skills with the best mined negatives.
+    """Complete a list with the best mined negatives.
 
     Args:
-        fixed: Gold skills and judged negatives that the list must hold.
-        candidates: The mined candidates of the query. Some of the fixed skills may be among them.
-        mined_negatives: Those of `candidates` that are not positives.
-        list_size: Number of skills in the list. A list with more fixed skills is longer.
-
-    Returns:
-        The mined skills of the list in order of rank, fixed or not, as they are in `candidates`.
-        Then the fixed skills that were not mined, as they are in `fixed`.
+        fixed: Skills that the list must hold, mined or not.
+        candidates: The mined candidates of the query.
+        mined_negatives: Candidates that are not positives.
     """
-    # Separate the fixed skills that were mined, which have a rank, from those that were not.
     fixed_ids = {candidate.skill_id for candidate in fixed}
     mined_fixed = [candidate for candidate in candidates if candidate.skill_id in fixed_ids]
     mined_fixed_ids = {candidate.skill_id for candidate in mined_fixed}
-    other_fixed = [candidate for candidate in fixed if candidate.skill_id not in mined_fixed_ids]
+    unranked = [candidate for candidate in fixed if candidate.skill_id not in mined_fixed_ids]
 
-    # Fill the free slots with the best mined negatives that are not fixed.
     fill = [candidate for candidate in mined_negatives if candidate.skill_id not in fixed_ids]
     fill.sort(key=_rank_key)
     num_free = max(0, list_size - len(fixed))
-    return sorted(mined_fixed + fill[:num_free], key=_rank_key) + other_fixed
+    return sorted(mined_fixed + fill[:num_free], key=_rank_key) + unranked
 
 
 def _judged_negatives(judged: JudgedSkills, seed: int) -> list[Candidate]:
@@ -409,37 +380,35 @@ def sample_negatives(
 
     Args:
         candidates: Candidates of the query, from all sources.
-        quotas: Number of negatives to take from each source.
-        seed: Seed of this query. Every source has its own random stream, so changing one quota
-            does not change the order in which the other sources are sampled.
-        best_of: Sources whose best-ranked candidates are taken instead of a random sample.
-            Judged negatives are always taken in rank order.
-
-    Returns:
-        At most `sum(quotas.values())` candidates with distinct skills. If a source has too few
-        candidates, the remaining slots are filled from the other sources, in the order of `quotas`.
+        quotas: Number of negatives by source.
+        best_of: Sources that give their best candidates instead of a sample.
     """
-    # Order the candidates of each source: at random, or by rank.
-    by_source: dict[str, list[Candidate]] = {}
-    for source in quotas:
-        matching = [candidate for candidate in candidates if candidate.source == source]
-        matching.sort(key=_rank_key)
-        if source != JUDGED and source not in best_of:
-            random.Random(f"{seed}/{source}").shuffle(matching)
-        by_source[source] = matching
-
-    # Fill the quota of each source. `_add_unselected` adds to `selected`, and skips skills that are
-    # there already. Judged negatives come first, because they are the most reliable.
-    judged_first = sorted(quotas, key=lambda source: source != JUDGED)
+    queues = {
+        source: _order_candidates(candidates, source, seed, is_sampled=source not in best_of)
+        for source in quotas
+    }
+    # Fill the quotas.
     selected: dict[str, Candidate] = {}
+    judged_first = sorted(quotas, key=lambda source: source != JUDGED)
     for source in judged_first:
-        _add_unselected(by_source[source], selected, limit=quotas[source])
+        _add_unselected(queues[source], selected, limit=quotas[source])
 
-    # Fill the slots that are still free with further candidates of all sources.
+    # Fill the free slots.
     for source in quotas:
         num_free = sum(quotas.values()) - len(selected)
-        _add_unselected(by_source[source], selected, limit=num_free)
+        _add_unselected(queues[source], selected, limit=num_free)
     return list(selected.values())
+
+
+def _order_candidates(
+    candidates: Sequence[Candidate], source: str, seed: str, is_sampled: bool
+) -> list[Candidate]:
+    """Return the candidates of a source, at random or by rank. Judged ones are always by rank."""
+    ordered = [candidate for candidate in candidates if candidate.source == source]
+    ordered.sort(key=_rank_key)
+    if is_sampled and source != JUDGED:
+        random.Random(f"{seed}/{source}").shuffle(ordered)
+    return ordered
 
 
 def _add_unselected(

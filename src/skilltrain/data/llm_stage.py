@@ -36,6 +36,7 @@ STYLES: Final = PROMPTS["styles"]
 SKILLROUTER: Final = PROMPTS["skillrouter"]
 ATTEMPTS = 3  # answers asked for before an item is dropped
 TOKENS_PER_WORD = 1.5  # of answers on average; English takes 1.3, other languages more
+_UNUSED_BITS = 33  # of a seed's 64 bits: servers take seeds below 2**31
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 
@@ -83,18 +84,15 @@ def questions_of(
     """Return the questions of a stage. Each item and attempt has its own seed.
 
     Args:
-        llm: Settings of the chat model.
-        items: The items to ask about.
         prompt: Returns the system and the user message for an item.
         read: Returns the value in an answer, or raises AnswerError.
-        seed: Seed of the stage.
-        answer_tokens: Expected tokens of an answer, for the estimate of the cost.
+        answer_tokens: Expected tokens of an answer.
         description: Label of the progress bar.
     """
 
     def seed_of(item: ItemT, attempt: int) -> int:
         number = stable_number(seed, item.query_id, item.skill_id, attempt)
-        return number >> 33  # 31 of the number's 64 bits: servers take seeds below 2**31
+        return number >> _UNUSED_BITS
 
     return Questions(LLM(llm), items, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
 

@@ -1,4 +1,17 @@
-"""Stage `mine`: candidates for hard negatives, from four sources (SkillRouter, section 4.2)."""
+"""Stage `mine`: candidates for hard negatives, from four sources (SkillRouter, section 4.2).
+
+RANKINGS names the source of a candidate in the column `stage`. Each source has its own ranks and
+scores: BM25 scores for `lexical`, cosines for the other sources. A query's judged positives are
+never candidates.
+
+Notes:
+- The stages `filter` and `lists` cannot use a query without a positive in the pool, so DROPPED
+  takes the query.
+- The candidates of a query do not depend on the other queries.
+- Installed sources come first, in a fixed order, then sources given by an import path.
+- The counts also hold the installed sources that are not in use, with 0. A source with a limit of 0
+  has no candidates on purpose.
+"""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -80,29 +93,19 @@ class Mine(Stage):
         return self
 
     def limits(self) -> dict[str, int]:
-        """Return how many candidates each source in use gives a query at most.
-
-        Installed sources come first, in a fixed order, then those given by an import path.
-        """
+        """Return the most candidates that a query gets from each source in use."""
         limits = {"taxonomy": self.num_taxonomy, "random": self.num_random}
         names = [name for name in plugin_paths("source") if name in self.sources]
         names += self.sources  # a dict keeps the first place of a repeated name
         return {name: limits.get(name, self.depth) for name in names}
 
     def run(self, out: Path) -> Summary:
-        """Mine candidates, write them to RANKINGS, and return counts.
-
-        RANKINGS names the source of a candidate in the column `stage`. Each source has its own
-        ranks and scores: BM25 scores for `lexical`, cosines for the others. A query's judged
-        positives are never candidates. A query without a positive in the pool goes to DROPPED,
-        because the stages `filter` and `lists` cannot use it.
-        """
+        """Mine candidates, write them to RANKINGS, and return counts."""
         skills = sorted(read_skills(self.pool), key=lambda skill: skill.skill_id)
         if not skills:
             raise SkilltrainError("empty-pool", "the pool holds no skill to mine", where=self.pool)
         positions = {skill.skill_id: position for position, skill in enumerate(skills)}
 
-        # Select the queries with a positive in the pool.
         queries: list[Query] = []
         positives: list[Positions] = []
         dropped: list[Dropped] = []
@@ -112,12 +115,8 @@ class Mine(Stage):
             if in_pool:
                 queries.append(query)
                 positives.append(np.array(in_pool, dtype=np.int64))
-            elif positive_ids:
-                reason = f"none of its {len(positive_ids)} positive skill(s) is in the pool"
-                dropped.append(Dropped(query.query_id, positive_ids[0], "no_positive", reason))
             else:
-                reason = "it has no positive skill"
-                dropped.append(Dropped(query.query_id, "", "no_positive", reason))
+                dropped.append(_without_positive(query, positive_ids))
         if not queries:
             problem = f"no query of {self.queries} has a positive in the pool"
             fix = "give the pool that the queries were made for"
@@ -136,26 +135,29 @@ class Mine(Stage):
     def _count_by_source(self, candidates: Sequence[Mapping[str, Ranked]]) -> dict[str, int]:
         """Count the candidates of each source, and warn if a source in use has none.
 
-        The counts also hold the installed sources that are not in use, with 0.
-
         Args:
             candidates: Positions and scores of each query's candidates, by source.
         """
-        limits = self.limits()  # most candidates of a query, by source in use
-        installed = plugin_paths("source")  # import paths by source
-        counts = dict.fromkeys([*installed, *limits], 0)
+        limits = self.limits()
+        counts = dict.fromkeys([*plugin_paths("source"), *limits], 0)
         for source, limit in limits.items():
             for ranked_by_source in candidates:
                 positions, _ = ranked_by_source[source]
                 counts[source] += len(positions)
-
-            # With a limit of 0, a source has no candidates on purpose.
             if limit > 0 and counts[source] == 0:
                 hint = ""
                 if source == "taxonomy":
                     hint = "; give the pool categories: skilltrain pool categories=taxonomy"
                 say(f"warning: no query has a {source} candidate{hint}")
         return counts
+
+
+def _without_positive(query: Query, positive_ids: Sequence[str]) -> Dropped:
+    """Return the row of DROPPED for a query without a positive in the pool."""
+    if not positive_ids:
+        return Dropped(query.query_id, "", "no_positive", "it has no positive skill")
+    reason = f"none of its {len(positive_ids)} positive skill(s) is in the pool"
+    return Dropped(query.query_id, positive_ids[0], "no_positive", reason)
 
 
 def mine_candidates(
@@ -166,16 +168,12 @@ def mine_candidates(
 ) -> list[dict[str, Ranked]]:
     """Mine candidates for each query.
 
-    The candidates of a query do not depend on the other queries.
-
     Args:
-        config: Settings of the stage.
         skills: The pool.
-        queries: Queries to mine for.
         positives: Positions in the pool of each query's positives.
 
     Returns:
-        For each query its candidates by source: positions in the pool and scores, best first.
+        For each query its candidates by source: positions and scores, best first.
     """
     encoder = open_encoder(config.encoder)
     mining = Mining(
@@ -185,12 +183,10 @@ def mine_candidates(
         query_vectors=encoder.encode_queries([query.text for query in queries]),
         chunks=encoder.encode_chunks(skills),
         depth=config.depth,
-        lexical_among=config.lexical_among,  # skills that BM25 ranks: pool or semantic candidates
+        lexical_among=config.lexical_among,
         seed=config.seed,
     )
     del encoder  # frees its memory
-
-    # Let each source find its candidates.
     limits = config.limits()
     sources = {name: load_plugin("source", name)() for name in limits}
     candidates: list[dict[str, Ranked]] = []
@@ -210,7 +206,6 @@ def _as_rankings(
 
     Args:
         candidates: Positions and scores of each query's candidates, by source; best first.
-        queries: The queries, in the order of `candidates`.
         skills: The pool that the positions refer to.
     """
     columns: dict[str, list[Any]] = {name: [] for name in RANKINGS.schema.names}

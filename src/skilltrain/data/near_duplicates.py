@@ -1,7 +1,25 @@
-"""Stage `clusters`: finds near-duplicate skills of a pool by the word trigrams of their bodies."""
+"""Stage `clusters`: finds near-duplicate skills of a pool by the word trigrams of their bodies.
+
+Two skills are copies if they are in one cluster, or if they have one name and share trigrams.
+
+Notes:
+- SkillRouter (section 4.2) does not say whether its trigrams are of words or of characters.
+  Character trigrams do not tell long texts apart: two unrelated bodies of 10,000 characters share a
+  third of them. Words also stay the same when the layout of a text changes.
+- Skills made from one template ("Automate … tasks via Rube MCP") share most trigrams, but not their
+  function. Copies of one skill share as many, but they have one name or few. So the names of a
+  trigram are counted.
+- Later versions and translations of a skill keep its name and commands, but differ too much for one
+  cluster.
+- MinHash (Broder 1997) with banding proposes pairs, and the exact Jaccard index decides.
+- A pair with Jaccard index s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et al.,
+  Mining of Massive Datasets, section 3.4.2). More rows propose fewer pairs, but need more bands.
+- MinHash takes hashes of 32 bits. Trigrams are hashes already, so `int` is its hash function.
+- The trigrams of a pool are sorted pieces, for which a stable sort is the fastest.
+"""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from hashlib import blake2b
@@ -34,7 +52,8 @@ _BLOCK = 512  # bodies or trigram sets that a worker gets at once
 _WORD_FACTORS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9], dtype=np.uint64
 )
-_TRIGRAM_FACTOR = _WORD_FACTORS[0]  # any odd number will do
+_TRIGRAM_FACTOR = _WORD_FACTORS[0]  # any odd number will do; words are combined as in FNV-1a
+_SHIFT = np.uint64(29)  # spreads the high bits of a hash
 _ONE_WORKER = WorkersConfig(num=1)
 
 MaxNames = Annotated[int | None, Field(ge=1)]
@@ -58,11 +77,6 @@ def word_trigrams(text: str) -> Trigrams:
     """Return the sorted distinct word trigrams of `text` as 64-bit hashes.
 
     A trigram is three consecutive words. A text of one or two words counts as one trigram.
-
-    SkillRouter (section 4.2) does not say whether its trigrams are of words or of characters. This
-    function takes words for two reasons. Character trigrams do not tell long texts apart: two
-    unrelated bodies of 10,000 characters share a third of them. And words stay the same when the
-    layout of a text changes.
     """
     words = words_of(text)
     word_hashes = np.fromiter(map(_word_hash, words), dtype=np.uint64, count=len(words))
@@ -70,18 +84,19 @@ def word_trigrams(text: str) -> Trigrams:
     if not width:
         return word_hashes
 
-    # Hash all trigrams at once, and add one word of each trigram per iteration.
     num_trigrams = len(words) - width + 1
     hashes = np.zeros(num_trigrams, dtype=np.uint64)  # [trigram]
     for offset in range(width):
-        # Change the hash of a word by its place in the trigram, so that the order of words counts.
         words_at_offset = word_hashes[offset : offset + num_trigrams]  # [trigram]
-        mixed = (words_at_offset + np.uint64(offset)) * _WORD_FACTORS[offset]
-        mixed ^= mixed >> np.uint64(29)  # spreads the high bits
-
-        # Combine the word with the words before it, as the hash function FNV-1a does.
-        hashes = (hashes ^ mixed) * _TRIGRAM_FACTOR
+        hashes = _add_words(hashes, words_at_offset, offset)
     return _distinct(np.sort(hashes))
+
+
+def _add_words(hashes: Trigrams, word_hashes: Trigrams, offset: int) -> Trigrams:
+    """Add to the hash of each trigram the word at an offset. The order of words counts."""
+    mixed = (word_hashes + np.uint64(offset)) * _WORD_FACTORS[offset]
+    mixed ^= mixed >> _SHIFT
+    return (hashes ^ mixed) * _TRIGRAM_FACTOR
 
 
 def _distinct(ordered: np.ndarray) -> np.ndarray:
@@ -90,36 +105,46 @@ def _distinct(ordered: np.ndarray) -> np.ndarray:
 
 
 def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions]:
-    """Find the values that occur more than `times` times.
-
-    The positions of equal values form a group. The groups are numbered from 0.
+    """Find the values that occur more than `times` times. Equal values form a group.
 
     Returns:
-        The positions of these values in `values`, group by group.
-        The group number at each of these positions.
+        Positions in `values`, group by group.
+        Number of the group at each of these positions, from 0.
     """
-    # `values` often consists of sorted pieces, for which the stable sort is the fastest.
     order = np.argsort(values, kind="stable")
     ordered = values[order]
-
-    # Equal values are runs of the ordered array.
     is_boundary = np.concatenate([[True], ordered[1:] != ordered[:-1], [True]])
-    lengths = np.diff(np.flatnonzero(is_boundary))  # [run]
-    is_repeated = lengths > times  # [run]
+    run_lengths = np.diff(np.flatnonzero(is_boundary))  # [run of equal values]
+    is_group = run_lengths > times
 
-    # Keep the positions in the long runs. Each long run is a group.
-    is_in_group = np.repeat(is_repeated, lengths)  # [value], in the order of `ordered`
+    is_in_group = np.repeat(is_group, run_lengths)  # [value]
     positions = order[np.flatnonzero(is_in_group)]
-    group_sizes = lengths[is_repeated]  # [group]
+    group_sizes = run_lengths[is_group]  # [group]
     groups = np.repeat(np.arange(len(group_sizes)), group_sizes)
     return positions, groups
 
 
+def _count_names(groups: Positions, names: Positions) -> Positions:
+    """Count the distinct names in each group.
+
+    Args:
+        groups: Number of the group, for each occurrence of a name.
+        names: Number of the name, from -1.
+
+    Returns:
+        The number of names by number of the group.
+    """
+    base = names.max() + 2  # one more than the largest
+    pairs = groups * base + names + 1
+    distinct_pairs = _distinct(np.sort(pairs, kind="stable"))
+    groups_of_pairs = distinct_pairs // base
+    return np.bincount(groups_of_pairs)
+
+
 def jaccard(first: Trigrams, second: Trigrams) -> float:
     """Return the Jaccard index of two sets, 0 if one is empty."""
-    both = np.sort(np.concatenate([first, second]))  # a shared trigram is there twice
-    num_shared = int(np.count_nonzero(both[1:] == both[:-1]))
-    return num_shared / (len(both) - num_shared) if num_shared else 0.0
+    num_shared = len(np.intersect1d(first, second, assume_unique=True))
+    return num_shared / (len(first) + len(second) - num_shared) if num_shared else 0.0
 
 
 def number_values(values: Iterable[str]) -> Positions:
@@ -163,34 +188,17 @@ class TrigramSets:
     def without_templates(self, names: Positions, max_names: int) -> "TrigramSets":
         """Return these sets without the trigrams that occur under more than `max_names` names.
 
-        Many skills are made from one template ("Automate … tasks via Rube MCP"): they share most
-        of their trigrams but not their function. Copies of one skill share as many trigrams, but
-        they have one name or few. So the names of the skills with a trigram are counted.
-
         Args:
-            names: A number for the name of each skill, -1 for a skill without one.
-            max_names: A trigram of more names than this belongs to a template.
+            names: A number for the name of each skill, -1 for a skill without a name.
         """
-        # A trigram of few skills has few names. So look only at trigrams of many skills; each
-        # distinct trigram is a group.
         positions, groups = _find_repeated(self.trigrams, max_names)
         if not len(positions):
             return self
 
-        # Find the distinct pairs of a group and the name of a skill. One number stands for a pair:
-        # `group * base + name`, with names counted from 0 instead of -1.
-        names_of_trigrams = np.repeat(names, self.sizes)[positions] + 1
-        base = names.max() + 2  # one more than the largest name
-        pairs = groups * base + names_of_trigrams
-        distinct_pairs = _distinct(np.sort(pairs, kind="stable"))
+        names_of_trigrams = np.repeat(names, self.sizes)  # [trigram]
+        num_names = _count_names(groups, names_of_trigrams[positions])  # [group]
+        is_template = num_names > max_names  # [group]
 
-        # Count the names of each group.
-        groups_of_pairs = distinct_pairs // base
-        num_names_of_group = np.bincount(groups_of_pairs)
-        is_template = num_names_of_group > max_names  # [group]
-
-        # Remove the templates. Each set then starts earlier by the number of trigrams that are
-        # removed before it.
         is_removed = np.zeros(len(self.trigrams), dtype=bool)
         is_removed[positions] = is_template[groups]
         num_removed_before = np.searchsorted(np.flatnonzero(is_removed), self.starts)
@@ -229,31 +237,23 @@ class Clusters(Stage):
     out: Path = Field(description="folder to write: CLUSTERS, one row per skill")
 
     def run(self, out: Path) -> Summary:
-        """Write CLUSTERS and return counts.
-
-        Only clusters of at least two skills are counted. `largest` maps the lowest skill id of a
-        cluster to the cluster's size, for the five largest clusters.
-        """
+        """Write CLUSTERS and return counts of the clusters with at least two skills."""
         skills = read_skills(self.pool)
-        # Number of the cluster by skill id, in order of skill id
         clusters = near_duplicate_clusters(skills, self.threshold, self.max_names, self.workers)
-        rows = [
-            {"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()
-        ]
+        rows = [{"skill_id": skill_id, "cluster": number} for skill_id, number in clusters.items()]
         write_table(rows, CLUSTERS, out)
 
         lowest_ids: dict[int, str] = {}  # by cluster
         for skill_id, cluster in clusters.items():
             lowest_ids.setdefault(cluster, skill_id)
         sizes = Counter(clusters.values())
+        largest = {lowest_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1}
         shared_sizes = [size for size in sizes.values() if size > 1]
         return {
             "num_skills": len(skills),
             "num_clusters": len(shared_sizes),
             "num_skills_in_clusters": sum(shared_sizes),
-            "largest": {
-                lowest_ids[cluster]: size for cluster, size in sizes.most_common(5) if size > 1
-            },
+            "largest": largest,
         }
 
 
@@ -280,47 +280,47 @@ def copies_of(
 ) -> dict[str, list[str]]:
     """Find the copies of skills: other skills of the pool that do the same job.
 
-    Two skills are copies in two cases: they are in one cluster of near-duplicates, or they have the
-    same `name_key` and share some trigrams (a Jaccard index of at least `SAME_NAME_OVERLAP`). The
-    second case finds later versions and translations. They keep the name and the commands of a
-    skill, but differ too much for one cluster.
-
     Args:
-        skill_ids: Ids of the skills whose copies are looked for. Ids outside the pool are ignored.
-        skills: The pool by skill id.
+        skill_ids: Ids of skills. Ids outside the pool are ignored.
         clusters: CLUSTERS table of the pool.
 
     Returns:
-        Ids of the copies by skill id, for the skills that have copies.
-
-    Raises:
-        SkilltrainError: A skill is in no cluster of the table `clusters`.
+        Ids of the copies by skill id.
     """
-    # Group the skills of the pool by cluster and by name.
     known_ids = sorted({skill_id for skill_id in skill_ids if skill_id in skills})
     cluster_of = read_clusters(clusters, known_ids)
     ids_by_cluster: defaultdict[int | None, list[str]] = defaultdict(list)
-    ids_by_name: defaultdict[str, list[str]] = defaultdict(list)
-    for skill_id, skill in skills.items():
-        # Only the known ids must have a cluster. Other skills may be in none.
+    for skill_id in skills:
         ids_by_cluster[cluster_of.get(skill_id)].append(skill_id)
-        ids_by_name[name_key(skill.name)].append(skill_id)
 
-    # Find the copies of each skill.
-    trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
+    namesakes = _similar_namesakes(known_ids, skills)
     copies_by_id: dict[str, list[str]] = {}
     for skill_id in known_ids:
-        copies = set(ids_by_cluster[cluster_of[skill_id]])
-        name = name_key(skills[skill_id].name)
-        namesakes = ids_by_name[name] if name else []
-        for other_id in namesakes:
-            overlap = jaccard(trigrams_of(skill_id), trigrams_of(other_id))
-            if overlap >= SAME_NAME_OVERLAP:
-                copies.add(other_id)
+        copies = {*ids_by_cluster[cluster_of[skill_id]], *namesakes[skill_id]}
         copies.discard(skill_id)
         if copies:
             copies_by_id[skill_id] = sorted(copies)
     return copies_by_id
+
+
+def _similar_namesakes(
+    skill_ids: Iterable[str], skills: Mapping[str, Skill]
+) -> dict[str, list[str]]:
+    """Find the skills with the same name and a similar body, by skill id."""
+    ids_by_name: defaultdict[str, list[str]] = defaultdict(list)
+    for skill_id, skill in skills.items():
+        ids_by_name[name_key(skill.name)].append(skill_id)
+    ids_by_name[""] = []  # no name, no namesakes
+
+    trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
+    similar_ids: dict[str, list[str]] = {}
+    for skill_id in skill_ids:
+        similar_ids[skill_id] = [
+            other_id
+            for other_id in ids_by_name[name_key(skills[skill_id].name)]
+            if jaccard(trigrams_of(skill_id), trigrams_of(other_id)) >= SAME_NAME_OVERLAP
+        ]
+    return similar_ids
 
 
 def near_duplicate_clusters(
@@ -329,77 +329,59 @@ def near_duplicate_clusters(
     max_names: int | None = None,
     workers: WorkersConfig = _ONE_WORKER,
 ) -> dict[str, int]:
-    """Find the clusters of near-duplicate skills.
-
-    Two skills are near-duplicates if the Jaccard index of their body trigrams is at least
-    `threshold`. Near-duplicates are in one cluster, and so are skills that a chain of
-    near-duplicates links.
+    """Find the clusters of near-duplicate skills (see `link_near_duplicates`).
 
     Returns:
         Number of the cluster by skill id, in order of skill id. Clusters are numbered from 0 in the
         order of their lowest skill id.
     """
-    # Skills of one cluster have the same lowest position, so the position identifies the cluster.
     sets = trigram_sets(skills, max_names, workers)
-    lowest_positions = link_near_duplicates(sets, threshold, workers)  # of each skill's cluster
-
-    # Number the clusters in order of skill id.
+    lowest_positions = link_near_duplicates(sets, threshold, workers)
     skill_ids = [skill.skill_id for skill in skills]
-    numbers: dict[int, int] = {}  # number of a cluster by its lowest position
+    numbers: dict[int, int] = {}  # number of a cluster by lowest position
     clusters: dict[str, int] = {}
     for skill_id, lowest in sorted(zip(skill_ids, lowest_positions, strict=True)):
-        if lowest not in numbers:
-            numbers[lowest] = len(numbers)
-        clusters[skill_id] = numbers[lowest]
+        clusters[skill_id] = numbers.setdefault(lowest, len(numbers))
     return clusters
 
 
 def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersConfig) -> list[int]:
     """Return for each skill the lowest position in its cluster.
 
-    MinHash (Broder 1997) with banding proposes pairs of sets. If a pair's Jaccard index is the
-    threshold, the pair is proposed with a probability of at least 99%. Above it, the probability is
-    higher. The exact Jaccard index then decides whether the pair is linked. A pair whose sets are
-    already in one cluster is not compared.
+    Skills are in one cluster if a chain of pairs links them. The Jaccard index of a pair is at
+    least the threshold.
     """
     from datasketch import MinHashLSH
     from scipy.cluster.hierarchy import DisjointSet
 
-    # Sketch the sets.
     bands, rows = bands_and_rows(threshold)
-    all_sets = [sets[position] for position in range(len(sets))]
-    blocks = [all_sets[start : start + _BLOCK] for start in range(0, len(sets), _BLOCK)]
-    sketch_block = partial(_sketch_block, bands * rows)
-    sketches = chain.from_iterable(map_blocks(sketch_block, blocks, workers, "sketching"))
-
-    # Compare each set with the earlier sets that LSH proposes.
+    sketches = _sketch_sets(sets, bands * rows, workers)
     lsh = MinHashLSH(num_perm=bands * rows, params=(bands, rows))
     linked = DisjointSet(range(len(sets)))
     for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
         if not len(sets[position]):
-            continue  # all empty sets have the same sketch
-        for other in cast("list[int]", lsh.query(sketch)):
-            if linked.connected(position, other):
-                continue
-            if jaccard(sets[position], sets[other]) >= threshold:
-                linked.merge(position, other)
+            continue  # all empty sets have equal sketches
+        for proposed in cast("list[int]", lsh.query(sketch)):
+            is_linked = linked.connected(position, proposed)
+            if not is_linked and jaccard(sets[position], sets[proposed]) >= threshold:
+                linked.merge(position, proposed)
         lsh.insert(position, sketch)
+    return _lowest_positions(linked.subsets())
 
-    # Positions ascend, so the first position in a cluster is the lowest.
-    roots = [linked[position] for position in range(len(sets))]  # each stands for a cluster
-    lowest_by_root: dict[int, int] = {}
-    for position, root in enumerate(roots):
-        lowest_by_root.setdefault(root, position)
-    return [lowest_by_root[root] for root in roots]
+
+def _lowest_positions(clusters: Iterable[Collection[int]]) -> list[int]:
+    """Return the lowest position of each skill's cluster, by position of the skill."""
+    lowest_by_position: dict[int, int] = {}
+    for positions in clusters:
+        lowest_by_position |= dict.fromkeys(positions, min(positions))
+    return [lowest_by_position[position] for position in range(len(lowest_by_position))]
 
 
 def bands_and_rows(threshold: float) -> tuple[int, int]:
     """Choose the number of LSH bands, and of rows in a band, for a threshold.
 
-    A pair with Jaccard index s is proposed with probability 1 - (1 - s^rows)^bands (Leskovec et
-    al., Mining of Massive Datasets, section 3.4.2). Bands with more rows propose fewer pairs, but
-    more bands are needed then. This is the layout with the most rows that proposes 99% of the pairs
-    at the threshold and has at most `MAX_PERMUTATIONS` rows in all.
+    The layout has the most rows in a band with which `MIN_RECALL` of the pairs at the threshold are
+    proposed.
     """
     for rows in range(MAX_PERMUTATIONS // 2, 1, -1):
         log_missed_by_band = np.log1p(-(threshold**rows)) if threshold < 1 else -np.inf
@@ -409,16 +391,25 @@ def bands_and_rows(threshold: float) -> tuple[int, int]:
     return MAX_PERMUTATIONS, 1
 
 
+def _sketch_sets(
+    sets: TrigramSets, num_permutations: int, workers: WorkersConfig
+) -> Iterable["LeanMinHash"]:
+    """Yield the MinHash sketch of each trigram set, computed by `workers`."""
+    all_sets = [sets[position] for position in range(len(sets))]
+    blocks = [all_sets[start : start + _BLOCK] for start in range(0, len(sets), _BLOCK)]
+    sketch_block = partial(_sketch_block, num_permutations)
+    return chain.from_iterable(map_blocks(sketch_block, blocks, workers, "sketching"))
+
+
 def _sketch_block(num_permutations: int, sets: Sequence[Trigrams]) -> list["LeanMinHash"]:
     """Return the MinHash sketch of each trigram set."""
     from datasketch import LeanMinHash, MinHash
 
-    # Trigrams are hashes already, so the hash function `int` leaves them as they are.
     empty = MinHash(num_permutations, seed=1, hashfunc=int, scheme="affine32")
     sketches: list[LeanMinHash] = []
     for trigrams in sets:
         sketch = empty.copy()
-        upper_bits = trigrams >> np.uint64(32)  # MinHash needs hashes of 32 bits
+        upper_bits = trigrams >> np.uint64(32)
         sketch.update_batch(upper_bits.tolist())
         sketches.append(LeanMinHash(sketch))
     return sketches

@@ -4,14 +4,18 @@ A query is a request made from a passage that says what the skill does or when t
 request, or a clause of the description, of a "when to use" section, of the overview or of a list
 of features. As in the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv 1906.00300), the
 passage is removed from the skill. The description still says what the skill is for.
+
+Notes:
+- If the description needs each passage, only one query is made. The first paragraph of the body is
+  then the description, as in skills that have none.
 """
 
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import zip_longest
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from skilltrain.data.imperatives import (
     MIN_WORDS,
@@ -50,9 +54,33 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     Returns:
         At most `count` queries, and the skill without their passages.
     """
-    # Choose passages without which the description still says what the skill is for.
     passages = _shuffled_passages(skill, seed)
-    chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
+    chosen, description = _choose_passages(passages, skill, count)
+    body = skill.body
+    for passage in chosen:
+        body = _cut(body, passage)
+    if chosen:
+        queries = [passage.request for passage in chosen]
+        return queries, replace(skill, description=description, body=body)
+
+    # Take another description.
+    for passage in passages:
+        body = _cut(skill.body, passage)
+        paragraph = first_paragraph(body)
+        if _is_description(paragraph):
+            return [passage.request], replace(skill, description=paragraph, body=body)
+    return [], skill
+
+
+def _choose_passages(
+    passages: Sequence[Passage], skill: Skill, count: int
+) -> tuple[list[Passage], str]:
+    """Choose passages without which the description still says what the skill is for.
+
+    Returns:
+        At most `count` passages with distinct requests, and the description without these passages.
+    """
+    chosen: dict[str, Passage] = {}  # by casefolded request
     description = skill.description
     for passage in passages:
         if len(chosen) == count:
@@ -61,21 +89,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
         if _says_purpose(remaining_description, skill):
             chosen.setdefault(passage.request.casefold(), passage)
             description = remaining_description
-    if chosen:
-        body = skill.body
-        for passage in chosen.values():
-            body = _without_repeats(body.replace(passage.text, ""), passage.request)
-        queries = [passage.request for passage in chosen.values()]
-        return queries, replace(skill, description=description, body=body)
-
-    # Without any of the passages, the description does not say what the skill is for. The first
-    # paragraph of the body takes its place, as in skills that have no description.
-    for passage in passages:
-        body = _without_repeats(skill.body.replace(passage.text, ""), passage.request)
-        paragraph = first_paragraph(body)
-        if _is_description(paragraph):
-            return [passage.request], replace(skill, description=paragraph, body=body)
-    return [], skill
+    return list(chosen.values()), description
 
 
 def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
@@ -109,13 +123,42 @@ def _header_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
 def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
     """Yield the passages of the body, with their kinds.
 
-    They stand in "when to use" sections, in lists of features, and in the first line of the body or
-    of its overview.
+    Passages are in "when to use" sections, in lists of features and in overviews.
     """
-    heading = ""  # of the section that the line is in
-    list_intro = ""  # sentence in front of the list that the line is in
-    awaits_overview = True  # the next line with text is the first line of the overview
-    for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
+    for line in _body_lines(skill.body):
+        if pattern("negated").search(f"{line.context} {line.text}"):
+            continue
+        is_about_use = pattern("when_to_use").search(line.context) is not None
+        kind: Kind = "use" if is_about_use else "feature"
+        if is_about_use:
+            for passage in _quotations(line.text, skill.name):
+                yield "quote", passage
+        elif not (line.is_overview or pattern("features").search(line.context)):
+            continue
+        for passage in passages_of(line.text, skill.name, is_about_use):
+            if _is_clear(passage.request, kind, skill):
+                yield kind, passage
+
+
+class _BodyLine(NamedTuple):
+    """A line of a skill's body.
+
+    Attributes:
+        context: Heading of the section, and the sentence in front of the list.
+        is_overview: Whether it is the first line of the body or of the overview.
+    """
+
+    text: str
+    context: str
+    is_overview: bool
+
+
+def _body_lines(body: str) -> Iterator[_BodyLine]:
+    """Yield the lines of a body that are no headings and no code."""
+    heading = ""
+    list_intro = ""
+    awaits_overview = True
+    for line in _CODE.sub("\n", body[:_BODY_CHARS]).splitlines():
         heading_match = _HEADING.match(line.strip())
         if heading_match:
             heading = heading_match[2] or heading_match[3]
@@ -125,26 +168,9 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             continue
         if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
-
-        context = f"{heading} {list_intro}"
-        kind: Kind = "feature"
-        passages: list[Passage] = []
-        if pattern("when_to_use").search(context):
-            kind = "use"
-            passages = list(passages_of(line, skill.name, is_about_use=True))
-        elif awaits_overview or pattern("features").search(context):
-            passages = list(passages_of(line, skill.name))
+        yield _BodyLine(line, f"{heading} {list_intro}", awaits_overview)
         if line.strip():
             awaits_overview = False
-
-        if pattern("negated").search(f"{context} {line}"):
-            continue
-        if kind == "use":
-            for passage in _quotations(line, skill.name):
-                yield "quote", passage
-        for passage in passages:
-            if _is_clear(passage.request, kind, skill):
-                yield kind, passage
 
 
 def _is_clear(request: str, kind: Kind, skill: Skill) -> bool:
@@ -190,8 +216,10 @@ def _is_description(paragraph: str) -> bool:
 
 
 def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
-    """Remove a passage, and clauses that repeat its request, from a description."""
-    # Remove the whole sentence of the passage, if the other sentences say what the skill is for.
+    """Remove a passage, and clauses that repeat its request, from a description.
+
+    The whole sentence is removed if the other sentences say what the skill is for.
+    """
     other_sentences = description
     for sentence in sentences_of(description):
         if passage.text in sentence:
@@ -199,10 +227,12 @@ def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
     other_sentences = _without_repeats(other_sentences, passage.request).strip()
     if _says_purpose(other_sentences, skill):
         return other_sentences
+    return _LOOSE_SIGNS.sub("", _cut(description, passage))
 
-    # Otherwise remove only the passage.
-    remaining = _without_repeats(description.replace(passage.text, ""), passage.request)
-    return _LOOSE_SIGNS.sub("", remaining)
+
+def _cut(text: str, passage: Passage) -> str:
+    """Remove a passage, and clauses that repeat its request, from a text."""
+    return _without_repeats(text.replace(passage.text, ""), passage.request)
 
 
 def _without_repeats(text: str, request: str) -> str:

@@ -1,4 +1,21 @@
-"""Stage `queries`: reads files of queries and judged skills into tables over a pool."""
+"""Stage `queries`: reads files of queries and judged skills into tables over a pool.
+
+A row with the key `group_id` is a group of skills, and its id is the id of the query.
+
+A judgement is dropped in three cases: an earlier judgement in its row gives the skill another
+verdict, the skill is not in the pool, or it is negative and another query with the same text has
+the skill as a positive.
+
+Notes:
+- Patterns in `files` are replaced by files, so that a run records the files. A pattern without
+  matches fails when it is read.
+- `glob` takes no absolute pattern. The anchor of a path is "/", or "" for a relative path.
+- A query without an id gets a hash of its content, which stays the same when rows are added or
+  moved. Without a split, queries for one skill get the same split.
+- The table DROPPED of the pool lists its duplicates, each with the skill that is kept. It is beside
+  the file of SKILLS. A judgement of a duplicate counts for the skill that is kept.
+- If no query is left, DROPPED is written beside `out`.
+"""
 
 import hashlib
 from collections.abc import Iterable, Iterator
@@ -84,25 +101,20 @@ class Queries(Stage):
     @field_validator("files")
     @classmethod
     def _expand_patterns(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        """Replace each pattern by the files that match it, so that a run records the files."""
+        """Replace each pattern by the files that match it."""
         expanded: list[Path] = []
         for file in files:
             matches: list[Path] = []
             if not file.exists():
-                # `glob` takes no absolute pattern. The anchor is "/", or "" for a relative path.
                 pattern = str(file.relative_to(file.anchor))
                 matches = sorted(Path(file.anchor).glob(pattern))
-            expanded += matches or [file]  # a pattern without matches fails when it is read
+            if not matches:
+                matches = [file]
+            expanded += matches
         return tuple(expanded)
 
     def run(self, out: Path) -> Summary:
-        """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts.
-
-        Raises:
-            SkilltrainError: A row is no query, an id appears twice, a required skill is not in the
-                pool (with `missing_gold: error`), or no query is left. In the last case DROPPED is
-                written beside `out`.
-        """
+        """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts."""
         reader = _QueryReader(self)
         for path in self.files:
             for where, row in _read_rows(path):
@@ -222,77 +234,60 @@ class _QueryReader:
         self.dropped: list[Dropped] = []
         self._config = config
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
-
-        # The table DROPPED of the pool lists its duplicates, each with the skill that is kept.
-        # `config.pool` may name the file of SKILLS. DROPPED is beside that file.
         dropped_file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(dropped_file, DROPPED).to_pylist() if dropped_file.is_file() else []
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
         self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
     def add(self, values: dict[str, Any], path: Path, where: str) -> None:
-        """Add the query of a row with its judgements, or drop it.
+        """Add the query of a row with its judgements, or drop the query.
 
         Args:
             values: The row, with values by key.
             path: File of the row.
             where: File and row, for errors and reasons.
-
-        Raises:
-            SkilltrainError: The row is no query, or has the id of an earlier row.
         """
-        if VERDICT_KEYS.keys().isdisjoint(values):
-            keys = ", ".join(map(str, list(values)[:8]))
-            problem = f"is no query: no key skill_ids or required among {keys}"
-            raise SkilltrainError("invalid-row", problem, where=where)
-
-        # Make the query and its judgements.
-        id_in_row = values.get("query_id")
-        row_name = f"{where}, query {id_in_row}" if id_in_row else where
-        row = validate(QueryRow, values, row_name)
+        row = _validate_row(values, where)
         row_id = _optional_line(row.query_id)
         required_entries = row.skill_ids + row.required
         required = sorted({self._resolve_duplicate(entry) for entry in required_entries})
         query = self._make_query(row, row_id, required, path)
-        judgements = self._judge(row, query, where)
+        judged = JudgedQuery(query, self._judge(row, query, where), where)
 
-        # A row with the key `group_id` is a group of skills. Its id is read as the query's id.
-        if "group_id" in values and len(judgements) < 2:
-            problem = (
-                f"group '{row_id}' holds {len(judgements)} skill(s): "
-                "a group is judged by comparing its skills"
-            )
-            raise SkilltrainError("invalid-row", problem, where=where)
-
-        # Leave out a query that cannot be used.
+        if "group_id" in values:
+            _check_group(row_id, judged)
         if not query.text:
             self._drop(query, _NO_SKILL, "empty_query", f"{where} has no query text")
-            return
-        if not required:
+        elif not required:
             self._drop(query, _NO_SKILL, "no_gold", f"{where} requires no skill")
-            return
-
-        # Add the query if no earlier row has its id.
-        earlier = self.queries.get(query.query_id)
-        if earlier is None:
-            self.queries[query.query_id] = JudgedQuery(query, judgements, where)
-        elif row_id:
-            problem = f"query_id '{row_id}' stands in {earlier.where} too"
-            raise SkilltrainError("repeated-id", problem, where=where)
         else:
-            # The row has no id of its own. The id was made from the content, which is repeated.
-            self._drop(query, _NO_SKILL, "duplicate_query", f"{where} repeats {earlier.where}")
+            self._add_new(judged, has_own_id=bool(row_id))
+
+    def _add_new(self, judged: JudgedQuery, has_own_id: bool) -> None:
+        """Add a query, or drop it if it repeats an earlier query.
+
+        Raises:
+            SkilltrainError: The query has its own id, and an earlier query has the same id.
+        """
+        query, _, where = judged
+        earlier = self.queries.setdefault(query.query_id, judged)
+        if earlier is judged:
+            return
+        if has_own_id:
+            problem = f"query_id '{query.query_id}' stands in {earlier.where} too"
+            raise SkilltrainError("repeated-id", problem, where=where)
+        self._drop(query, _NO_SKILL, "duplicate_query", f"{where} repeats {earlier.where}")
 
     def _make_query(
         self, row: QueryRow, row_id: str | None, required: list[str], path: Path
     ) -> Query:
-        """Return the query of a row. Id, kind, origin and split have defaults.
+        """Return the query of a row, with defaults.
 
         Args:
             row: The row.
-            row_id: Its query id. If it is None, the id is a hash of the text and required skills.
+            row_id: Id of the query; None: a hash of its content.
             required: Ids of the required skills, in order.
-            path: File of the row. The start of its name is the default of the split.
+            path: File of the row.
         """
         text = clean_text(row.text or "").strip()
         stem = path.name.split(".")[0]
@@ -300,21 +295,15 @@ class _QueryReader:
         if split not in get_args(Split):
             split = self._draw_split(path, required)
 
-        # A hash of the content stays the same when rows are added or moved.
         content = "\x00".join([text, *required])
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         query_id = row_id or f"{clean_text(stem)}-{digest}"
         default_kind = "multi" if len(required) > 1 else "single"
-        return Query(
-            query_id, text, row.kind or default_kind, row.origin or self._config.origin, split
-        )
+        origin = row.origin or self._config.origin
+        return Query(query_id, text, row.kind or default_kind, origin, split)
 
     def _draw_split(self, path: Path, required: list[str]) -> Split:
-        """Draw the split of a query that has none. Queries for one skill get the same split.
-
-        Raises:
-            SkilltrainError: The settings give no share of dev.
-        """
+        """Draw the split of a query that has none. Queries for one skill get the same split."""
         dev_share = self._config.dev_share
         if dev_share is None:
             problem = "neither its rows nor its file name give a split"
@@ -325,13 +314,11 @@ class _QueryReader:
     def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
         """Return the judgements in a row by skill id.
 
-        If a row judges a skill twice, the first judgement is kept. A second judgement with another
-        verdict is dropped as a contradiction.
+        If a row judges a skill twice, the first judgement is kept.
         """
         judgements: dict[str, Judgement] = {}
         for key, verdict in VERDICT_KEYS.items():
             for entry in getattr(row, key):
-                # A duplicate is not in the pool. Its judgement counts for the skill in the pool.
                 skill_id = self._resolve_duplicate(entry)
                 judgement = Judgement(
                     query.query_id,
@@ -339,7 +326,7 @@ class _QueryReader:
                     verdict,
                     judge=query.origin,
                     reason=entry.reason,
-                    why=entry.why,  # explains the reason in words
+                    why=entry.why,
                     group=entry.group,
                 )
                 first = judgements.setdefault(skill_id, judgement)
@@ -355,40 +342,58 @@ class _QueryReader:
         return self._kept_ids.get(entry.skill_id) or entry.skill_id
 
     def consistent_judgements(self) -> list[Judgement]:
-        """Return the usable judgements of all queries, and record the others as dropped.
-
-        A judgement is dropped in two cases: its skill is not in the pool, or it is negative and
-        another query with the same text has the skill as a positive.
-        """
-        # File and row of the first positive judgement of each text and skill.
-        first_positives: dict[tuple[str, str], str] = {}
-        for query, judgements, where in self.queries.values():
-            for skill_id, judgement in judgements.items():
-                if judgement.verdict in POSITIVE:
-                    first_positives.setdefault((query.text, skill_id), where)
-
+        """Return the usable judgements of all queries, and record the others as dropped."""
+        first_positives = self._first_positives()
         consistent: list[Judgement] = []
         for query, judgements, where in self.queries.values():
             for skill_id, judgement in judgements.items():
-                verdict = judgement.verdict
+                statement = f"{where} says {judgement.verdict}"
                 positive_where = first_positives.get((query.text, skill_id))
-                if positive_where is not None and verdict not in POSITIVE:
-                    reason = (
-                        f"{where} says {verdict}, but {positive_where}, of the same text, calls it "
-                        "an answer"
-                    )
-                    self._drop(query, skill_id, "contradiction", reason)
+                if positive_where is not None and judgement.verdict not in POSITIVE:
+                    contrary = f"but {positive_where}, of the same text, calls it an answer"
+                    self._drop(query, skill_id, "contradiction", f"{statement}, {contrary}")
                 elif skill_id not in self._pool:
-                    code = "missing_gold" if verdict is Verdict.REQUIRED else "not_in_pool"
-                    reason = f"{where} says {verdict} of a skill that is not in the pool"
+                    is_required = judgement.verdict is Verdict.REQUIRED
+                    code = "missing_gold" if is_required else "not_in_pool"
+                    reason = f"{statement} of a skill that is not in the pool"
                     self._drop(query, skill_id, code, reason)
                 else:
                     consistent.append(judgement)
         return consistent
 
+    def _first_positives(self) -> dict[tuple[str, str], str]:
+        """Return file and row of the first positive judgement, by query text and skill id."""
+        first_positives: dict[tuple[str, str], str] = {}
+        for query, judgements, where in self.queries.values():
+            for skill_id, judgement in judgements.items():
+                if judgement.verdict in POSITIVE:
+                    first_positives.setdefault((query.text, skill_id), where)
+        return first_positives
+
     def _drop(self, query: Query, skill_id: str, code: str, reason: str) -> None:
         """Record why a judgement is left out, or with `_NO_SKILL` why the whole query is."""
         self.dropped.append(Dropped(query.query_id, skill_id, code, reason))
+
+
+def _validate_row(values: dict[str, Any], where: str) -> QueryRow:
+    """Return a row of a query file, or raise SkilltrainError if it is no query."""
+    if VERDICT_KEYS.keys().isdisjoint(values):
+        keys = ", ".join(map(str, list(values)[:8]))
+        problem = f"is no query: no key skill_ids or required among {keys}"
+        raise SkilltrainError("invalid-row", problem, where=where)
+    query_id = values.get("query_id")
+    return validate(QueryRow, values, f"{where}, query {query_id}" if query_id else where)
+
+
+def _check_group(group_id: str | None, judged: JudgedQuery) -> None:
+    """Raise SkilltrainError if a group of skills has fewer than two skills to compare."""
+    num_skills = len(judged.judgements)
+    if num_skills < 2:
+        problem = (
+            f"group '{group_id}' holds {num_skills} skill(s): "
+            "a group is judged by comparing its skills"
+        )
+        raise SkilltrainError("invalid-row", problem, where=judged.where)
 
 
 def _write_unserved(files: Iterable[Path], out: Path) -> int:
@@ -402,22 +407,14 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
 
 
 def check_query_files(files: Iterable[Path]) -> None:
-    """Check that files can be read, and that their rows have the form of queries.
-
-    Raises:
-        SkilltrainError: A file cannot be read, or a row has another form.
-    """
+    """Check that files can be read, and that their rows have the form of queries."""
     for file in files:
         for where, values in _read_rows(file):
             validate(QueryRow, values, where)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a query file, each with a text that names the file and the row.
-
-    Raises:
-        SkilltrainError: The file cannot be read.
-    """
+    """Yield the rows of a query file, each with a text that names the file and the row."""
     if path.is_dir():
         yield from query_rows(path)
         return
@@ -426,21 +423,14 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if kind in (".jsonl", ".gz"):
         yield from read_jsonl(path)
     elif kind == ".parquet":
-        yield from _read_parquet_rows(path)
+        try:
+            rows = pq.read_table(path).to_pylist()
+        except (pa.ArrowException, OSError) as error:
+            problem = f"cannot be read as parquet: {reason_of(error)}"
+            raise SkilltrainError("not-parquet", problem, where=path) from error
+        for number, row in enumerate(rows, 1):
+            yield f"{path}, row {number}", row
     else:
+        problem = "cannot tell what this file is"
         fix = "give a .jsonl, .jsonl.gz or .parquet file"
-        raise SkilltrainError(
-            "unknown-format", "cannot tell what this file is", where=path, fix=fix
-        )
-
-
-def _read_parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a parquet file, each with a text that names the file and the row."""
-    try:
-        rows = pq.read_table(path).to_pylist()
-    except (pa.ArrowException, OSError) as error:
-        raise SkilltrainError(
-            "not-parquet", f"cannot be read as parquet: {reason_of(error)}", where=path
-        ) from error
-    for number, row in enumerate(rows, 1):
-        yield f"{path}, row {number}", row
+        raise SkilltrainError("unknown-format", problem, where=path, fix=fix)

@@ -2,6 +2,21 @@
 
 A query that names its skill, or a program that the skill runs, teaches a model to match names
 instead of needs (SkillRouter, section 4.1).
+
+Measures of a set of queries:
+
+- `median_words`, `p90_words`: median and 90th percentile of words per query.
+- `distinct_texts`: share of distinct texts.
+- `distinct_openings`: share of distinct first three words.
+- `distinct_words`, `distinct_trigrams`: shares of distinct words and word trigrams (distinct-1 and
+  distinct-3 of Li et al., arXiv 1510.03055).
+
+Notes:
+- Larger sets repeat more words. To compare sets, words and trigrams are counted in a sample of
+  fixed size.
+- Single words can name a skill too, even common ones.
+- Separators may stand between the words of a name, or between the letters of a single word.
+- Other Unicode forms of the letters of a name, such as full-width letters, are not found.
 """
 
 import re
@@ -30,6 +45,10 @@ _LABEL = re.compile(
     r"^(?:(?:user )?(?:request|query|task)(?: \d+)?|请求|用户请求)\s*[:：]\s*", re.I
 )
 _IS_LATIN = re.compile(rf"[^{CJK}]")
+# No letter or digit may touch a Latin word, except CJK: each CJK character is a word of its own.
+_LETTER_OR_DIGIT = r"[^\W_" + CJK + "]"
+_NO_LETTER_BEFORE = rf"(?<!{_LETTER_OR_DIGIT})"
+_NO_LETTER_AFTER = rf"(?!{_LETTER_OR_DIGIT})"
 # The content of a Markdown code block of shell commands
 _SHELL = re.compile(
     r"^```(?:bash|sh|shell|zsh|console)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL | re.IGNORECASE
@@ -55,22 +74,15 @@ _COMMON_PROGRAMS = frozenset(
 def usable_query(
     answer: str, earlier_texts: set[str], max_words: int, skills: Iterable[Skill]
 ) -> str:
-    """Return the query in a chat model's answer, without labels and quotes.
+    """Return the query in a chat model's answer, or raise AnswerError if it is unusable.
 
     Args:
-        answer: Answer of the chat model.
-        earlier_texts: Casefolded queries of earlier answers, to which this query is added.
-        max_words: Number of words that the query may have.
+        earlier_texts: Casefolded queries, to which this function adds the query.
         skills: Skills that the query must not name.
-
-    Raises:
-        AnswerError: The answer is a refusal, is empty or too long, names a skill, or repeats a
-            query.
     """
     text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
     if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
         text = text[1:-1].strip()
-
     length = num_words(text)
     if _REFUSAL.match(text):
         raise AnswerError("refused", "the model declined to answer")
@@ -90,26 +102,19 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
     """Measure the length and the variety of queries.
 
     Returns:
-        Measures by name, empty if there are no queries:
-
-        - `median_words`, `p90_words`: median and 90th percentile of words per query.
-        - `distinct_texts`: share of distinct texts.
-        - `distinct_openings`: share of distinct first three words.
-        - `distinct_words`, `distinct_trigrams`: shares of distinct words and word trigrams
-          (distinct-1 and distinct-3 of Li et al., arXiv 1510.03055).
+        Numbers of words per query, and shares of distinct items, by name. Empty without queries.
     """
     if not texts:
         return {}
-
-    # Larger sets repeat more words. To compare sets, words are counted in a sample of fixed size.
     words: list[str] = []
     trigrams: list[tuple[str, ...]] = []
-    for text in sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]:
+    sample = sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]
+    for text in sample:
         query_words = words_of(text)
         words += query_words
         trigrams += zip(query_words, query_words[1:], query_words[2:], strict=False)
 
-    items_by_name: dict[str, Sequence[object]] = {
+    items_by_name = {
         "texts": texts,
         "openings": [tuple(words_of(text)[:3]) for text in texts],
         "words": words,
@@ -141,41 +146,32 @@ def names_program(query: str, body: str) -> bool:
 def names_skill(query: str, name: str) -> bool:
     """Return whether whole consecutive words of `query` spell `name`.
 
-    Case and separators do not matter: `web-scraper` is named by "Web Scraper", "web_scraper",
-    "WebScraper" and "webscraper", but not by "webscrapers" or "scrape the web". Single words count
-    too, even common ones.
+    Case and separators do not matter: `web-scraper` is named by "Web Scraper" and "webscraper", but
+    not by "webscrapers".
     """
     joined_name = "".join(words_of(name))
-    if not joined_name:  # the name has only signs
+    if not joined_name:  # only signs
         return bool(name.strip()) and name.strip() in query
-
-    # Compare texts without separators. The name must start and end where words do.
     words = words_of(query)
     joined_query = "".join(words)
-    boundaries = list(accumulate(map(len, words), initial=0))
-    return any(
-        joined_query.startswith(joined_name, start) and start + len(joined_name) in boundaries
-        for start in boundaries
-    )
+    word_ends = list(accumulate(map(len, words), initial=0))  # with the start of the query
+    for start in word_ends:
+        end = start + len(joined_name)
+        if joined_query.startswith(joined_name, start) and end in word_ends:
+            return True
+    return False
 
 
 def without_name(text: str, name: str, mark: str = "") -> str:
     """Replace the words that spell `name` in a text by a mark, and put the text on one line.
 
-    Case and separators do not matter. Other Unicode forms of the letters, such as full-width
-    letters, are not found.
+    Case and separators do not matter.
     """
     words = words_of(name)
     if not words:
         return text
-
-    # Separators may stand between the words, or between the letters of a single word.
-    units = list(words[0]) if len(words) == 1 else words
+    units = list(words[0]) if len(words) == 1 else words  # letters of one word
     pattern = r"[\W_]*".join(map(re.escape, units))
-
-    # No letter or digit may touch a Latin word. CJK characters may touch it, because each CJK
-    # character is a word of its own.
-    letter_or_digit = r"[^\W_" + CJK + "]"  # without CJK characters
-    start = rf"(?<!{letter_or_digit})" if _IS_LATIN.match(words[0]) else ""
-    end = rf"(?!{letter_or_digit})" if _IS_LATIN.match(words[-1]) else ""
+    start = _NO_LETTER_BEFORE if _IS_LATIN.match(words[0]) else ""
+    end = _NO_LETTER_AFTER if _IS_LATIN.match(words[-1]) else ""
     return one_line(re.sub(f"{start}(?i:{pattern}){end}", f" {mark} ", text))

@@ -1,4 +1,10 @@
-"""Random choices that are the same in every process and on every machine."""
+"""Random choices that are the same in every process and on every machine.
+
+Notes:
+- Each stratum of a sample has a random stream of its own.
+- Groups that share a skill are split together. Linked groups that would exceed the share of dev are
+  train. The seed decides their order.
+"""
 
 import hashlib
 import random
@@ -44,7 +50,7 @@ def draw(
 def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> list[Skill]:
     """Sample at most `max_skills` skills and return them in the order of the pool.
 
-    The sample is stratified by category and language: each pair keeps its share of the pool.
+    Each pair of category and language keeps its share of the pool.
     """
     if max_skills is None or max_skills >= len(pool):
         return list(pool)
@@ -55,7 +61,6 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     sizes = {key: len(skill_ids) for key, skill_ids in strata.items()}
     quotas = largest_remainder(sizes, max_skills)
 
-    # Sample each stratum with a random stream of its own.
     chosen: set[str] = set()
     for key, skill_ids in strata.items():
         rng = random.Random(stable_number(seed, "sample", *key))
@@ -66,20 +71,15 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
 def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int) -> dict[str, str]:
     """Split groups of skills into dev and train so that no skill is on both sides.
 
-    Groups that share a skill stay together. About `share` of the groups are dev. Linked groups
-    that would exceed this share are train.
-
     Args:
         groups: Skill ids by name of the group.
-        share: Share of dev.
-        seed: Seed of the order in which linked groups are put into dev.
+        share: Largest share of dev.
 
     Returns:
         "dev" or "train" by name of the group.
     """
     from scipy.cluster.hierarchy import DisjointSet
 
-    # Link the groups that share a skill.
     linked = DisjointSet(groups)
     first_group_of: dict[str, str] = {}  # by skill id
     for name, skill_ids in groups.items():
@@ -87,7 +87,6 @@ def split_groups(groups: Mapping[str, Collection[str]], share: float, seed: int)
             first_group = first_group_of.setdefault(skill_id, name)
             linked.merge(first_group, name)
 
-    # Put linked groups into dev as long as there is room for them.
     components = linked.subsets()
     components.sort(key=lambda names: stable_number(seed, "split", min(names)))
     num_free = round(share * len(groups))

@@ -1,12 +1,22 @@
 """Stage `synthesize`: requests that need a skill and do not name it (SkillRouter, section 4.1).
 
 In the paper GPT-4o-mini writes them, with 160 words on average. Here any chat model can write them,
-or own_text.py makes them without a model.
+or own_text.py makes them without a model. Every planned query is either in QUERIES or in DROPPED.
+
+Notes:
+- Ids of queries hold a hash of the settings, so that the queries of several runs can be merged. The
+  default prompt and style are not hashed: ids are then as in earlier versions of the package, which
+  lacked these two settings.
+- The styles to draw from belong to the prompt "styles", but they are drawn for every prompt.
+- A query that several skills have does not tell which of them is right, so it is dropped.
+- A skill may have fewer passages than planned queries.
+- The lowest skill id of a cluster decides the split of the cluster. It seldom changes when the pool
+  grows.
 """
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -144,18 +154,9 @@ class Synthesize(Stage):
         return f"llm:{self.llm.model}"
 
     def run(self, out: Path) -> Summary:
-        """Make queries for skills, and write QUERIES, JUDGEMENTS and DROPPED.
-
-        Returns:
-            Counts. Every planned query is either in QUERIES or in DROPPED.
-
-        Raises:
-            SkilltrainError: No query was made at all.
-        """
+        """Make queries for skills, and write QUERIES, JUDGEMENTS and DROPPED."""
         planned, flagged = _plan_queries(self)
-        num_skills = len(planned) // self.num_queries_per_skill  # the same number for every skill
-
-        # Get the texts of the planned queries, from the skills or from a chat model.
+        num_skills = len(planned) // self.num_queries_per_skill
         if isinstance(self.llm, OwnTextConfig):
             outcome = _from_own_text(self, planned, out)
         else:
@@ -165,7 +166,6 @@ class Synthesize(Stage):
             problem = f"made no query for {num_skills} skills; the first reason: {reason}"
             fix = ""
             if isinstance(self.llm, LLMConfig):
-                # A chat model was asked, and its answers are cached.
                 fix = "llm.cache holds these answers; set another seed to get other answers"
             raise SkilltrainError("nothing-generated", problem, fix=fix)
 
@@ -247,7 +247,6 @@ def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]
     Returns:
         The queries, skill by skill, and rows of DROPPED for flagged skills.
     """
-    skills: list[Skill]
     flagged: list[Dropped] = []
     if config.flagged == "leave_out":
         skills, flagged = unflagged_skills(config.pool)
@@ -256,20 +255,7 @@ def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]
     if not skills and not flagged:
         raise SkilltrainError("empty-pool", "the pool holds no skill", where=config.pool)
 
-    # Ids contain a hash of the settings, so that the queries of several runs can be merged. The
-    # default prompt and style are not hashed. So ids are the same as in earlier versions of the
-    # package, which lacked these two settings.
-    settings = (
-        config.origin,
-        config.seed,
-        config.num_words,
-        config.terse_share,
-        config.body_chars,
-    )
-    if config.prompt != "styles" or config.style is not None:
-        settings += (config.prompt, config.style)
-    run_hash = hashlib.sha256(repr(settings).encode()).hexdigest()[:6]
-
+    run_hash = _hash_settings(config)
     planned: list[PlannedQuery] = []
     for skill in sample_skills(skills, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
@@ -279,22 +265,27 @@ def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]
     return planned, flagged
 
 
+def _hash_settings(config: Synthesize) -> str:
+    """Return a short hash of the settings, which is a part of each query id."""
+    settings = (
+        config.origin,
+        config.seed,
+        config.num_words,
+        config.terse_share,
+        config.body_chars,
+    )
+    if config.prompt != "styles" or config.style is not None:
+        settings += (config.prompt, config.style)
+    return hashlib.sha256(repr(settings).encode()).hexdigest()[:6]
+
+
 def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
     """Return the system and the user message for one query, the same in every attempt."""
+    style = "terse" if query.is_terse else _choose_style(config, query)
+    length = TERSE_LENGTH if query.is_terse else f"about {config.num_words} words"
     skill = query.skill
-    if query.is_terse:
-        style = "terse"
-        length = TERSE_LENGTH
-    else:
-        # If the settings give no style, draw one at random. The styles to choose from belong to
-        # the prompt named "styles", but they are drawn for every prompt.
-        possible_styles = PROMPTS["styles"]["drawn"]
-        number = stable_number(config.seed, "style", f"{skill.skill_id}#{query.number}")
-        style = config.style or possible_styles[number % len(possible_styles)]
-        length = f"about {config.num_words} words"
-
-    texts = load_prompt(config.prompt)
     material = untrusted_skill(skill, description_chars=500, body_chars=config.body_chars)
+    texts = load_prompt(config.prompt)
     if texts.get("shows_category"):
         material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
     return render_prompt(
@@ -308,25 +299,32 @@ def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
     )
 
 
+def _choose_style(config: Synthesize, query: PlannedQuery) -> str:
+    """Return the style of all queries, or draw one if the settings give none."""
+    if config.style is not None:
+        return config.style
+    styles = PROMPTS["styles"]["drawn"]
+    number = stable_number(config.seed, "style", f"{query.skill_id}#{query.number}")
+    return styles[number % len(styles)]
+
+
 def _questions(
     config: Synthesize, llm: LLMConfig, planned: Sequence[PlannedQuery]
 ) -> Questions[PlannedQuery, str]:
     """Return the questions that ask the chat model for the queries."""
-    earlier_texts: set[str] = set()  # `usable_query` adds the text of each query
+    earlier_texts: set[str] = set()  # `usable_query` adds to it
 
     def read(query: PlannedQuery, answer: str) -> str:
-        """Return the query in an answer, of at most 1.5 times the number of words asked for."""
         max_words = MAX_TERSE_WORDS if query.is_terse else config.num_words * 3 // 2
         return usable_query(answer, earlier_texts, max_words, [query.skill])
 
-    tokens = round(config.num_words * TOKENS_PER_WORD)
     return questions_of(
         llm,
         planned,
         partial(query_prompt, config),
         read,
         seed=config.seed,
-        answer_tokens=tokens,
+        answer_tokens=round(config.num_words * TOKENS_PER_WORD),
         description="writing queries",
     )
 
@@ -336,58 +334,63 @@ def _from_own_text(
 ) -> Outcome[PlannedQuery, str]:
     """Make queries from the skills' own texts.
 
-    Also writes the pool to `out`, with its safety flags. The passages that became queries are
-    removed from the skills.
+    Also writes to `out` the safety flags, and the pool without the passages that became queries.
     """
-    # Make the queries of each skill, and note which skills have the same query.
     pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts_by_skill: dict[str, list[str]] = {}
-    owners_by_text: dict[str, list[str]] = defaultdict(list)  # skill ids by casefolded query
-    for skill_id in dict.fromkeys(query.skill_id for query in planned):
+    skill_ids = dict.fromkeys(query.skill_id for query in planned)  # without repetitions
+    for skill_id in skill_ids:
         texts, remaining_skill = own_queries(
             pool[skill_id], config.num_queries_per_skill, config.seed
         )
         texts_by_skill[skill_id] = texts
-        pool[skill_id] = remaining_skill  # without the passages
-        for text in texts:
-            owners_by_text[text.casefold()].append(skill_id)
-
-    values: list[tuple[PlannedQuery, str]] = []
-    dropped: list[Dropped] = []
-    for query in planned:
-        skill_id = query.skill_id
-        texts = texts_by_skill[skill_id]
-
-        # A skill may have fewer passages than planned queries.
-        if query.number > len(texts):
-            reason = "its own text holds no further passage that can be a query"
-            dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
-            continue
-
-        # A query that several skills have does not tell which of them is right.
-        text = texts[query.number - 1]
-        owners = owners_by_text[text.casefold()]
-        if len(owners) == 1:
-            values.append((query, text))
-        else:
-            reason = "another skill has the same passage"
-            other_id = owners[1] if owners[0] == skill_id else owners[0]
-            dropped.append(
-                Dropped(query.query_id, skill_id, "duplicate", reason, other_id=other_id)
-            )
+        pool[skill_id] = remaining_skill
 
     write_table(pool.values(), SKILLS, out)
     flags = read_flags(config.pool)
     if flags is not None:
         write_flags(flags, out)
+    return _assign_texts(planned, texts_by_skill)
+
+
+def _assign_texts(
+    planned: Sequence[PlannedQuery], texts_by_skill: Mapping[str, Sequence[str]]
+) -> Outcome[PlannedQuery, str]:
+    """Give each planned query a text of its skill, and drop queries that get none."""
+    owners_by_text = _owners_by_text(texts_by_skill)
+    values: list[tuple[PlannedQuery, str]] = []
+    dropped: list[Dropped] = []
+    for query in planned:
+        skill_id = query.skill_id
+        texts = texts_by_skill[skill_id]
+        if query.number > len(texts):
+            reason = "its own text holds no further passage that can be a query"
+            dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
+            continue
+        text = texts[query.number - 1]
+        owners = owners_by_text[text.casefold()]
+        other_ids = [owner for owner in owners if owner != skill_id]
+        if other_ids:
+            reason = "another skill has the same passage"
+            dropped.append(
+                Dropped(query.query_id, skill_id, "duplicate", reason, other_id=other_ids[0])
+            )
+        else:
+            values.append((query, text))
     return Outcome(values, dropped, {})
 
 
-def _first_ids_of_clusters(clusters: Path | None) -> dict[str, str]:
-    """Return for each skill the lowest skill id of its cluster; nothing without `clusters`.
+def _owners_by_text(texts_by_skill: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
+    """Return the ids of the skills with each text, by casefolded text."""
+    owners_by_text: defaultdict[str, list[str]] = defaultdict(list)
+    for skill_id, texts in texts_by_skill.items():
+        for text in texts:
+            owners_by_text[text.casefold()].append(skill_id)
+    return owners_by_text
 
-    This id decides the split of all skills of the cluster. It seldom changes when the pool grows.
-    """
+
+def _first_ids_of_clusters(clusters: Path | None) -> dict[str, str]:
+    """Return the lowest skill id of each skill's cluster, by skill id; empty without `clusters`."""
     if clusters is None:
         return {}
     first_ids: dict[int, str] = {}  # by cluster

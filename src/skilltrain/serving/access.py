@@ -3,6 +3,10 @@
 A web page in a browser can send requests to a server that only its reader can reach. If it does so
 directly, the header Origin names the page. If it lets a host name of its own point to the server
 (DNS rebinding), the header Host has that name. Both headers are checked.
+
+Notes:
+    - A browser sends OPTIONS without the token, to ask whether its page may send a request.
+    - Tokens are compared in constant time.
 """
 
 import hmac
@@ -64,13 +68,17 @@ class Access:
         if not self.origins.issuperset(headers.getlist("origin")):
             return refusal("this web page is not allowed (serve --allowed-origin ORIGIN)", 403)
 
-        # A browser sends OPTIONS without the token, to ask whether its page may send a request.
-        if not self.token or scope["path"] == "/health" or scope["method"] == "OPTIONS":
-            return None
-        authorization = headers.get("authorization", "").encode()
-        if hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
+        needs_no_token = scope["path"] == "/health" or scope["method"] == "OPTIONS"
+        if needs_no_token or self._has_token(headers):
             return None
         return refusal("the token is missing or wrong", 401, {"WWW-Authenticate": "Bearer"})
+
+    def _has_token(self, headers: Headers) -> bool:
+        """Return whether the headers hold the bearer token, or none is needed."""
+        if not self.token:
+            return True
+        authorization = headers.get("authorization", "").encode()
+        return hmac.compare_digest(authorization, f"Bearer {self.token}".encode())
 
 
 def read_access(
@@ -79,30 +87,13 @@ def read_access(
     """Read the options of `skilltrain serve`.
 
     Args:
-        host: Address to listen on. If it is a loopback address, loopback names are allowed too.
+        host: Address to listen on.
         allowed_hosts: Host names; ports are ignored.
         allowed_origins: Web pages, as `SCHEME://HOST` or `SCHEME://HOST:PORT`.
         token_variable: Environment variable that holds the token, or an empty string.
-
-    Raises:
-        SkilltrainError: A value is malformed, the variable holds no token, or no host is allowed.
     """
-    hosts: set[str] = set()
-    for allowed_host in allowed_hosts:
-        name = host_name(allowed_host)
-        if name is None:
-            fix = "give a name such as router.example.com, or an address"
-            raise SkilltrainError(
-                "invalid-host", "is no host name", where=f"--allowed-host {allowed_host}", fix=fix
-            )
-        hosts.add(name)
-    for origin in allowed_origins:
-        if host_name(origin.partition("://")[2]) is None:
-            fix = "give scheme and host, such as https://app.example.com"
-            raise SkilltrainError(
-                "invalid-host", "is no origin", where=f"--allowed-origin {origin}", fix=fix
-            )
-
+    hosts = {_read_host(allowed_host) for allowed_host in allowed_hosts}
+    origins = frozenset(_read_origin(origin) for origin in allowed_origins)
     if is_loopback(host):
         hosts.update(_LOOPBACK_NAMES)
     if not hosts:
@@ -110,14 +101,38 @@ def read_access(
         fix = "name the hosts that clients use: --allowed-host NAME, once for each"
         raise SkilltrainError("invalid-host", fault, where=f"--host {host}", fix=fix)
 
-    token = os.environ.get(token_variable, "").strip()
-    if token_variable and not token:
-        fault = "this environment variable holds no token"
-        raise SkilltrainError("missing-key", fault, where=f"--token-env {token_variable}")
-
-    origins = frozenset(origin.lower() for origin in allowed_origins)
+    token = _read_token(token_variable)
     is_local = is_loopback(host) and hosts.issubset(_LOOPBACK_NAMES) and not origins
     return Access(frozenset(hosts), origins, token, is_local)
+
+
+def _read_host(allowed_host: str) -> str:
+    """Return the host name in a value of `--allowed-host`."""
+    name = host_name(allowed_host)
+    if name is None:
+        fix = "give a name such as router.example.com, or an address"
+        where = f"--allowed-host {allowed_host}"
+        raise SkilltrainError("invalid-host", "is no host name", where=where, fix=fix)
+    return name
+
+
+def _read_origin(allowed_origin: str) -> str:
+    """Return a value of `--allowed-origin` in lower case."""
+    _, _, host = allowed_origin.partition("://")
+    if host_name(host) is None:
+        fix = "give scheme and host, such as https://app.example.com"
+        where = f"--allowed-origin {allowed_origin}"
+        raise SkilltrainError("invalid-host", "is no origin", where=where, fix=fix)
+    return allowed_origin.lower()
+
+
+def _read_token(variable: str) -> str:
+    """Return the token in an environment variable. No variable means an empty token."""
+    token = os.environ.get(variable, "").strip()
+    if variable and not token:
+        fault = "this environment variable holds no token"
+        raise SkilltrainError("missing-key", fault, where=f"--token-env {variable}")
+    return token
 
 
 def guard(app: ASGIApp, access: Access) -> ASGIApp:

@@ -123,16 +123,14 @@ class Trace:
     def top_scores(self, rankers: Sequence[str]) -> list[float]:
         """Return the best score of each ranker, scaled so that long tasks do not score higher.
 
-        BM25 gives higher scores to longer tasks. Its best score is divided by the square root of
-        the highest score that is possible for the task.
+        The best score of BM25 is divided by the root of the highest score possible for the task.
         """
         top_scores: list[float] = []
         for ranker in rankers:
             scores = [score for _, score in self.rankings_by_ranker[ranker]]
             top_score = max(scores, default=0.0)
             max_score = self.max_score_by_ranker.get(ranker, 1.0)
-            has_words = max_score > 0  # BM25 cannot score a task without words
-            if has_words:
+            if max_score > 0:  # else the task has no words
                 top_score /= max_score**0.5
             top_scores.append(top_score)
         return top_scores

@@ -2,12 +2,28 @@
 
 Each query is routed twice: over the whole pool, and without the skills that serve it and their
 copies. Every answer of the second time is wrong. Further requests that no skill serves come with
-the package: small talk, follow-ups, changes of code and general questions. All metrics are by
-cross-validation over queries.
+the package: small talk, follow-ups, changes of code and general questions.
+
+All metrics are by cross-validation over queries.
+
+- Over all requests: `calibration_error` and `risk_coverage`.
+- Shares of wrongly answered requests: of queries whose skills are hidden (`falsely_answered`), of
+  general requests (`general`), and of the user's requests that no skill serves (`unserved`).
+- Over queries that some skill serves: the share whose first skill is right (`right`), the share
+  that is answered (`answered`), the share of right first skills among the answered queries
+  (`right_if_answered`), the share whose likely set holds a right skill (`contained`), and the mean
+  size of the likely set (`num_likely`).
+
+Notes:
+    - A served query whose skills are not found does not teach when to answer. Its answer would not
+      help.
+    - The two cases of a query are in one fold. So are queries that share a gold skill.
+    - With the passages that became queries in the skills, queries would be far easier than requests
+      of users.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from functools import partial
 from itertools import chain, compress
 from math import floor
@@ -115,48 +131,51 @@ class Calibrate(Stage):
         assert router.index is not None
         record = router.index.record
         tasks = self._read_tasks(router)
-        if len(tasks) < _ADVISED_QUERIES:
-            advice = f"at least {_ADVISED_QUERIES} are advised"
-            say(f"warning: {len(tasks)} queries to calibrate with; {advice}")
         if self.masked_pool is not None:
             router = _without_passages(router, tasks, self.masked_pool)
 
-        # Route all requests. `route_tasks` makes two cases of each query. Both are in one fold.
-        cases = route_tasks(router, tasks)
-        task_folds = assign_folds(tasks, self.folds, self.seed)
-        unserved_cases = route_unserved(router, GENERAL_REQUESTS, "general")
-        unserved = self.unserved or self.queries / UNSERVED_FILE
-        if unserved.is_file():
-            unserved_cases += route_unserved(router, unserved, "unserved")
-        unserved_folds = np.arange(len(unserved_cases)) % (task_folds.max() + 1)
-        cases += unserved_cases
-        folds = np.append(np.repeat(task_folds, 2), unserved_folds)  # [case]
+        query_cases = route_tasks(router, tasks)
+        query_folds = assign_folds(tasks, self.folds, self.seed)
+        unserved_cases = self._route_unserved(router)
+        cases = query_cases + unserved_cases
+        folds = _folds_of_cases(query_folds, len(unserved_cases))
 
         calibrator = fit_calibrator(cases, self)
         if calibrator.threshold == 0:
             say("warning: the threshold is 0, because the queries are too few for this `answered`")
-        metrics = _cross_validate(cases, folds, self)
         calibration = Calibration(
             system=record.rankers,
             models=record.models,
             calibrator=calibrator,
-            figures=metrics,
+            figures=_cross_validate(cases, folds, self),
             num_queries=len(tasks),
-        ).model_dump(mode="json")
-        write_json(out / CALIBRATION_FILE, calibration)
-        json_metrics = calibration["figures"]  # `metrics` with values of JSON, such as lists
-        return {"num_queries": len(tasks), **json_metrics}
+        )
+        values = calibration.model_dump(mode="json")
+        write_json(out / CALIBRATION_FILE, values)
+        return {"num_queries": len(tasks), **values["figures"]}
 
     def _read_tasks(self, router: Router) -> list[Task]:
-        """Read the queries, and draw `max_queries` of them in their order."""
+        """Read the queries, and draw `max_queries` of them. Warn if there are few."""
         benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
         if self.clusters is not None:
             gold_ids = set(_gold_ids(benchmark.tasks))
             benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
-        tasks = benchmark.tasks
-        shuffled = np.random.default_rng(self.seed).permutation(len(tasks))
-        positions = shuffled[: self.max_queries].tolist()
-        return [tasks[position] for position in sorted(positions)]
+
+        shuffled = np.random.default_rng(self.seed).permutation(len(benchmark.tasks))
+        positions = sorted(shuffled[: self.max_queries].tolist())
+        tasks = [benchmark.tasks[position] for position in positions]
+        if len(tasks) < _ADVISED_QUERIES:
+            advice = f"at least {_ADVISED_QUERIES} are advised"
+            say(f"warning: {len(tasks)} queries to calibrate with; {advice}")
+        return tasks
+
+    def _route_unserved(self, router: Router) -> list["Case"]:
+        """Route the package's general requests and the user's requests that no skill serves."""
+        cases = route_unserved(router, GENERAL_REQUESTS, "general")
+        unserved = self.unserved or self.queries / UNSERVED_FILE
+        if unserved.is_file():
+            cases += route_unserved(router, unserved, "unserved")
+        return cases
 
 
 class Case(NamedTuple):
@@ -193,8 +212,6 @@ def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
 def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) -> Router:
     """Return a router whose gold skills lack the passages that became queries.
 
-    With these passages the queries would be far easier than requests of users.
-
     Args:
         router: Router over the whole skills.
         tasks: Queries and their gold skills.
@@ -209,94 +226,88 @@ def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) 
 
 def route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
     """Route each query twice: over the whole pool, then without the skills that serve it."""
-    kinds: tuple[CaseKind, ...] = ("served", "hidden")
     cases: list[Case] = []
     for task in track(tasks, "routing", len(tasks)):
-        # All skills that serve the query.
         relevance = task.relevance
-        right_ids = {*relevance.gold, *relevance.alternatives, *relevance.copies}
-        right_ids |= {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
-
-        for kind in kinds:
-            excluded_ids = right_ids if kind == "hidden" else ()
-            trace = router.trace(task.query.text, without=excluded_ids)
-            is_right = [skill_id in right_ids for skill_id, _ in trace.ranking]
-            cases.append(Case(trace, np.array(is_right, dtype=bool), kind))
+        right_ids = {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
+        right_ids.update(relevance.gold, relevance.alternatives, relevance.copies)
+        cases.append(_route(router, task.query.text, right_ids, "served"))
+        cases.append(_route(router, task.query.text, right_ids, "hidden"))
     return cases
+
+
+def _route(router: Router, text: str, right_ids: Collection[str], kind: CaseKind) -> Case:
+    """Route one query. For the kind `hidden`, the skills that serve it are left out."""
+    excluded_ids = right_ids if kind == "hidden" else ()
+    trace = router.trace(text, without=excluded_ids)
+    is_right = [skill_id in right_ids for skill_id, _ in trace.ranking]
+    return Case(trace, np.array(is_right, dtype=bool), kind)
 
 
 def route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
     """Route requests of a file that no skill serves."""
-    cases: list[Case] = []
-    for query in read_unserved(file):
-        trace = router.trace(query.text)
-        cases.append(Case(trace, np.zeros(len(trace.ranking), dtype=bool), kind))
-    return cases
+    return [_route(router, query.text, (), kind) for query in read_unserved(file)]
 
 
 def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
-    Args:
-        cases: Routed requests.
-        config: Settings of the stage.
-
     Raises:
         SkilltrainError: The first skill is never right.
     """
-    if not any(case.first_is_right for case in cases):
+    is_first_right = [case.first_is_right for case in cases]
+    if not any(is_first_right):
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
-    # Probability that a certain skill serves the request: a row for each of the first skills.
     rankers = tuple(cases[0].trace.rankings_by_ranker)
+    serves = _fit_skill_probability(cases, rankers)
+    fits = _fit_answer_probability(cases, rankers)
+    unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
+    threshold = _fit_threshold(unlimited, cases, config)
+    miss = _fit_miss(unlimited, cases, config.contained)
+    return unlimited.model_copy(update={"threshold": threshold, "miss": miss})
+
+
+def _fit_skill_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Logistic:
+    """Fit the probability that a certain skill serves a request, from the first skills."""
     rows = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
     labels = [case.is_right[:_MAX_RANK] for case in cases]
-    serves = fit_logistic(np.concatenate(rows), np.concatenate(labels))
+    return fit_logistic(np.concatenate(rows), np.concatenate(labels))
 
-    # Probability that any skill does: a row for the first skill. A served query whose skills are
-    # not found is left out, because an answer would not help.
-    first_rows: list[np.ndarray] = []
-    is_served: list[bool] = []
+
+def _fit_answer_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Logistic:
+    """Fit the probability that any skill serves a request, from the features of the first skill."""
+    rows: list[np.ndarray] = []
+    labels: list[bool] = []
     for case in cases:
-        is_missed = case.kind == "served" and not case.is_found
+        is_served = case.kind == "served"
+        is_missed = is_served and not case.is_found
         if case.trace.ranking and not is_missed:
-            first_rows.append(case.trace.features(rankers)[0])
-            is_served.append(case.kind == "served")
-    fits = fit_logistic(np.array(first_rows), np.array(is_served))
-
-    # Begin with limits that refuse no request and no skill.
-    unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
-    return _fit_limits(unlimited, cases, config)
+            rows.append(case.trace.features(rankers)[0])
+            labels.append(is_served)
+    return fit_logistic(np.array(rows), np.array(labels))
 
 
-def _fit_limits(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> Calibrator:
-    """Return the calibrator with its limits `threshold` and `miss`.
-
-    Args:
-        calibrator: Calibrator with fitted probabilities and without limits.
-        cases: Routed requests.
-        config: `answered` is the share of the served queries that the router is to answer.
-            `contained` is the share of them whose likely set is to hold a right skill.
-    """
-    # Confidence is the probability that any skill serves a request.
+def _fit_threshold(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> float:
+    """Return the lowest confidence with which the router answers a request."""
     kinds = np.array([case.kind for case in cases])  # [case]
     confidence = np.array([calibrator.fit_probability(case.trace) for case in cases])  # [case]
-    is_served = kinds == "served"
-    if config.answered is None:
-        is_general = ~is_served & (kinds != "hidden")
-        max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else _MAX_REFUSED
-        threshold = limit_refusals(confidence[is_served], confidence[is_general], max_refused)
-    else:
-        threshold = bound(confidence[is_served], config.answered)
+    served = confidence[kinds == "served"]
+    if config.answered is not None:
+        return bound(served, config.answered)
 
-    best_right_probabilities: list[float] = []  # [served query]
-    for case in compress(cases, is_served):
-        right_probabilities = calibrator.probabilities(case.trace)[case.is_right]
-        best_right_probabilities.append(max(right_probabilities, default=0.0))
-    lowest_likely_probability = bound(np.array(best_right_probabilities), config.contained)
-    miss = 1 - lowest_likely_probability  # as a probability to be wrong
-    return calibrator.model_copy(update={"threshold": threshold, "miss": miss})
+    general = confidence[np.isin(kinds, ["general", "unserved"])]
+    max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else _MAX_REFUSED
+    return limit_refusals(served, general, max_refused)
+
+
+def _fit_miss(calibrator: Calibrator, cases: Sequence[Case], contained: float) -> float:
+    """Return the limit `miss` with which the share `contained` of likely sets has a right skill."""
+    served = [case for case in cases if case.kind == "served"]
+    probabilities = [calibrator.probabilities(case.trace)[case.is_right] for case in served]
+    best_probabilities = np.array([max(values, default=0.0) for values in probabilities])
+    return 1 - bound(best_probabilities, contained)
 
 
 def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) -> float:
@@ -318,8 +329,6 @@ def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) 
 def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
     """Fit a logistic regression without negative weights.
 
-    Features are scaled to unit variance for the fit, and their weights have a small L2 penalty.
-
     Args:
         rows: [row, feature] Features.
         labels: [row] Whether each row is positive.
@@ -329,31 +338,45 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
     mean = rows.mean(0)  # [feature]
     spread = rows.std(0)  # [feature]
     spread[spread == 0] = 1
-    # [row, feature + 1]; the last column is the intercept's.
-    scaled = np.column_stack([(rows - mean) / spread, np.ones(len(rows))])
+    scaled = (rows - mean) / spread  # [row, feature]
+    inputs = np.column_stack([scaled, np.ones(len(rows))])  # [row, feature + intercept]
 
-    def loss(values: np.ndarray) -> tuple[float, np.ndarray]:
-        """Return the penalized cross-entropy and its gradient at weights and intercept."""
-        # For a logit z and a label y of 0 or 1, the cross-entropy is log(1 + e^z) - y z.
-        logits = scaled @ values  # [row]
-        positive_logits = logits[labels]  # of the positive rows
-        entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(rows)
-        penalized_weights = np.append(values[:-1], 0.0)  # the intercept has no penalty
-        penalty = _L2 / 2 * penalized_weights @ penalized_weights
+    no_negative_weight = [(0, None)] * rows.shape[1]
+    free_intercept = (None, None)
+    fitted = minimize(
+        _penalized_cross_entropy,
+        x0=np.zeros(inputs.shape[1]),
+        args=(inputs, labels),
+        jac=True,  # the function also returns its gradient
+        method="L-BFGS-B",
+        bounds=[*no_negative_weight, free_intercept],
+    ).x
 
-        probabilities = 1 / (1 + np.exp(-logits))
-        errors = probabilities - labels  # [row]; a label counts as 0 or 1
-        gradient = scaled.T @ errors / len(rows) + _L2 * penalized_weights
-        return entropy + penalty, gradient
-
-    # No weight is negative. The intercept is free.
-    bounds = [(0, None)] * rows.shape[1] + [(None, None)]
-    values = minimize(loss, np.zeros(len(bounds)), jac=True, method="L-BFGS-B", bounds=bounds).x
-
-    # Undo the scaling.
-    weights = values[:-1] / spread
-    intercept = float(values[-1] - mean @ weights)
+    weights = fitted[:-1] / spread
+    intercept = float(fitted[-1] - mean @ weights)
     return Logistic(weights=tuple(weights.tolist()), intercept=intercept)
+
+
+def _penalized_cross_entropy(
+    weights: np.ndarray, inputs: np.ndarray, labels: np.ndarray
+) -> tuple[float, np.ndarray]:
+    """Return the cross-entropy of a logistic regression with an L2 penalty, and its gradient.
+
+    Args:
+        weights: [feature] The last one is the intercept, which has no penalty.
+        inputs: [row, feature]
+        labels: [row] Whether each row is positive.
+    """
+    logits = inputs @ weights  # [row]
+    positive_logits = logits[labels]  # of the positive rows
+    entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(inputs)
+    penalized_weights = np.append(weights[:-1], 0.0)
+    penalty = _L2 / 2 * penalized_weights @ penalized_weights
+
+    probabilities = 1 / (1 + np.exp(-logits))
+    errors = probabilities - labels  # [row]
+    gradient = inputs.T @ errors / len(inputs) + _L2 * penalized_weights
+    return entropy + penalty, gradient
 
 
 def bound(values: np.ndarray, level: float) -> float:
@@ -371,6 +394,13 @@ def bound(values: np.ndarray, level: float) -> float:
     return float(np.sort(values)[rank - 1]) if rank else 0.0
 
 
+def _folds_of_cases(query_folds: np.ndarray, num_unserved: int) -> np.ndarray:
+    """Return the fold of each case: two for each query, then one for each unserved request."""
+    num_folds = query_folds.max() + 1
+    unserved_folds = np.arange(num_unserved) % num_folds
+    return np.append(np.repeat(query_folds, 2), unserved_folds)
+
+
 def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate) -> dict[str, Any]:
     """Return metrics of calibrators on the cases that they were not fitted on.
 
@@ -378,31 +408,14 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         cases: Routed requests.
         folds: [case] Fold of each case.
         config: Settings of the stage.
-
-    Returns:
-        Metrics by name.
-
-        - Over all cases: `calibration_error` and `risk_coverage`.
-        - Shares of wrongly answered requests: of queries whose skills are hidden
-          (`falsely_answered`), of general requests (`general`), and of the user's requests that no
-          skill serves, if there are any (`unserved`).
-        - Over cases that some skill serves: the share whose first skill is right (`right`), the
-          share that is answered (`answered`), the share of right first skills among the answered
-          cases (`right_if_answered`), the share whose likely set holds a right skill (`contained`),
-          and the mean size of the likely set (`num_likely`).
     """
     calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, cases, strict=True))
-
-    # One value for each case.
-    kinds = np.array([case.kind for case in cases])
+    kinds = np.array([case.kind for case in cases])  # [case]
     right = np.array([case.first_is_right for case in cases])
     answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
-    num_likely = np.array([calibrator.num_likely(case.trace) for calibrator, case in pairs])
-    confidence = np.array(
-        [max(calibrator.probabilities(case.trace), default=0.0) for calibrator, case in pairs]
-    )
-    contained = [any(case.is_right[:num]) for case, num in zip(cases, num_likely, strict=True)]
+    probabilities = [calibrator.probabilities(case.trace) for calibrator, case in pairs]
+    confidence = np.array([max(values, default=0.0) for values in probabilities])
 
     served = kinds == "served"
     metrics = {
@@ -410,8 +423,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         "answered": share(answered[served]),
         "falsely_answered": share(answered[kinds == "hidden"]),
         "general": share(answered[kinds == "general"]),
-        "contained": share(np.array(contained)[served]),
-        "num_likely": float(num_likely[served].mean()),
+        **_likely_set_metrics(pairs),
         "calibration_error": calibration_error(confidence, right),
         "risk_coverage": risk_coverage(confidence, right),
     }
@@ -422,44 +434,61 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     return metrics
 
 
+def _likely_set_metrics(pairs: Sequence[tuple[Calibrator, Case]]) -> dict[str, Any]:
+    """Return how many likely sets of served queries hold a right skill, and their mean size."""
+    contained: list[bool] = []
+    sizes: list[int] = []
+    for calibrator, case in pairs:
+        if case.kind == "served":
+            size = calibrator.num_likely(case.trace)
+            contained.append(any(case.is_right[:size]))
+            sizes.append(size)
+    return {"contained": share(contained), "num_likely": float(np.mean(sizes))}
+
+
 def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray:
     """Assign queries to folds. Queries that share a gold skill are in the same fold.
-
-    Groups of such queries go, in an order drawn by `seed`, to the fold with the fewest queries. If
-    there are fewer groups than folds, each group is a fold.
 
     Returns:
         The fold of each query, [query].
 
     Raises:
-        SkilltrainError: There is only one group.
+        SkilltrainError: Shared gold skills link all queries.
     """
-    from scipy.cluster.hierarchy import DisjointSet
-
-    # Link the gold skills of each query. Linked skills make a group, named after one of them.
-    linked = DisjointSet(_gold_ids(tasks))
-    first_ids = [min(task.relevance.gold) for task in tasks]
-    for task, first_id in zip(tasks, first_ids, strict=True):
-        for skill_id in task.relevance.gold:
-            linked.merge(first_id, skill_id)
-    groups = [linked[skill_id] for skill_id in first_ids]  # [query]
-
-    num_queries_by_group = Counter(groups)
-    num_folds = min(num_folds, len(num_queries_by_group))
+    groups = _gold_groups(tasks)
+    group_sizes = Counter(groups)
+    num_folds = min(num_folds, len(group_sizes))
     if num_folds < 2:
         problem = f"all {len(tasks)} queries are for the same skills"
         fix = "give queries for other skills"
         raise SkilltrainError("cannot-calibrate", problem, fix=fix)
 
-    # Each group goes to the fold that is the smallest so far.
-    shuffled_groups = np.random.default_rng(seed).permutation([*num_queries_by_group])
+    fold_by_group = _balance_folds(group_sizes, num_folds, seed)
+    return np.array([fold_by_group[group] for group in groups])
+
+
+def _gold_groups(tasks: Sequence[Task]) -> list[str]:
+    """Return a group's name for each query. Queries that share a gold skill share the group."""
+    from scipy.cluster.hierarchy import DisjointSet
+
+    linked_skills = DisjointSet(_gold_ids(tasks))
+    first_ids = [min(task.relevance.gold) for task in tasks]
+    for task, first_id in zip(tasks, first_ids, strict=True):
+        for skill_id in task.relevance.gold:
+            linked_skills.merge(first_id, skill_id)
+    return [linked_skills[first_id] for first_id in first_ids]
+
+
+def _balance_folds(group_sizes: Counter[str], num_folds: int, seed: int) -> dict[str, int]:
+    """Return the fold of each group. In random order, each goes to the smallest fold so far."""
+    shuffled_groups = np.random.default_rng(seed).permutation([*group_sizes])
     fold_sizes = np.zeros(num_folds, dtype=np.int64)
     fold_by_group: dict[str, int] = {}
     for group in shuffled_groups.tolist():
-        fold = int(fold_sizes.argmin())
-        fold_by_group[group] = fold
-        fold_sizes[fold] += num_queries_by_group[group]
-    return np.array([fold_by_group[group] for group in groups])
+        smallest_fold = int(fold_sizes.argmin())
+        fold_by_group[group] = smallest_fold
+        fold_sizes[smallest_fold] += group_sizes[group]
+    return fold_by_group
 
 
 def fit_out_of_fold(
@@ -503,16 +532,15 @@ def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple
         is_right: [answer] Whether each answer is right.
 
     Returns:
-        Pairs of coverage and risk. Coverage is the share of the tasks that are answered, the most
-        certain first, and risk is the share of wrong ones among these answers. Levels without an
-        answer are left out.
+        Pairs of coverage (share of answered tasks) and risk (share of wrong answers).
     """
-    order = np.argsort(-probabilities, kind="stable")
-    num_wrong = np.cumsum(~is_right[order])  # num_wrong[n - 1]: among the n most certain answers
+    most_certain_first = np.argsort(-probabilities, kind="stable")
+    num_wrong = np.cumsum(~is_right[most_certain_first])  # [answer]
+    num_tasks = len(num_wrong)
     points = []
     for level in range(1, _NUM_BINS + 1):
-        num_answers = round(len(order) * level / _NUM_BINS)
+        num_answers = round(num_tasks * level / _NUM_BINS)
         if num_answers:
             risk = float(num_wrong[num_answers - 1]) / num_answers
-            points.append((round(num_answers / len(order), 4), round(risk, 4)))
+            points.append((round(num_answers / num_tasks, 4), round(risk, 4)))
     return points

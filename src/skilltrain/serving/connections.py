@@ -1,4 +1,11 @@
-"""An HTTP server that survives too many, slow and broken connections, and its log handler."""
+"""An HTTP server that survives too many, slow and broken connections, and its log handler.
+
+Notes:
+    - The server must not fail because a line of the log cannot be printed.
+    - uvicorn itself keeps connections above `limit_concurrency` open, and refuses their requests.
+    - Mistakes of clients are not logged.
+    - A server that shuts down waits for clients that still read a response.
+"""
 
 import asyncio
 import logging
@@ -34,7 +41,7 @@ class LineHandler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Print a record, unless its line equals the last one or a client closed its connection."""
-        with suppress(Exception):  # the server must not fail because a line cannot be printed
+        with suppress(Exception):
             line = record.getMessage()
             error = record.exc_info[1] if record.exc_info else None
             if isinstance(error, ClientDisconnect):
@@ -56,10 +63,7 @@ def _error_position(error: BaseException) -> str:
 
 
 class LimitedProtocol(H11Protocol):
-    """HTTP/1.1 that closes connections above `limit_concurrency`.
-
-    uvicorn itself keeps such connections open and refuses only their requests.
-    """
+    """HTTP/1.1 that closes connections above `limit_concurrency`."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Accept a connection, or answer 503 and close it."""
@@ -96,7 +100,7 @@ class LimitedServer(uvicorn.Server):
             request = connection.cycle
             if not _is_waiting(request, connection.flow):
                 continue
-            key = (connection, request)  # with a new request, the count begins again
+            key = (connection, request)
             waiting_seconds[key] = self._waiting_seconds.get(key, 0) + 1
             if waiting_seconds[key] > _MAX_WAITING_SECONDS:
                 connection.transport.abort()
@@ -131,9 +135,9 @@ def new_http_server(app: ASGIApp) -> uvicorn.Server:
         http=LimitedProtocol,
         ws="none",
         log_config=None,
-        log_level="error",  # mistakes of clients are not logged
+        log_level="error",
         limit_concurrency=limit,
-        backlog=backlog,  # connections that wait to be accepted
-        timeout_graceful_shutdown=_MAX_WAITING_SECONDS,  # for clients that still read a response
+        backlog=backlog,
+        timeout_graceful_shutdown=_MAX_WAITING_SECONDS,
     )
     return LimitedServer(config)

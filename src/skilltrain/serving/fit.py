@@ -7,6 +7,23 @@
    untrained one. It takes over only if it is better, and is calibrated then.
 
 benchmarks/README.md has the measurements behind the weights of the rankers.
+
+Keys of the summary of `run_fit`:
+
+- `out`, `num_skills`: folder of the router, and number of skills
+- `trained`: whether the router uses a trained encoder
+- `num_lists`: number of training lists, if an encoder was trained
+- `Hit@1`, `num_queries`: Hit@1 by system on the queries of split dev, and their number, if any
+
+Notes:
+    - A training skill must not contain its own query. If queries are cut from skills, the step
+      `queries` also writes a pool of skills without them.
+    - The untrained router is calibrated with the queries of all splits. The trained router is
+      calibrated only with queries that were not used for training.
+    - A step writes to the folder `OUT/STEP`. Only the stage `index` writes to the router's folder.
+    - An untrained encoder reads short texts better than whole skills. So it scores names and
+      descriptions too.
+    - A report compares each system with the first system and with the system before it.
 """
 
 import shutil
@@ -37,6 +54,8 @@ TRAINED = "router"
 _MAX_P = 0.05  # a difference with a higher p-value may be chance
 _MAX_CUT_QUERIES = 150  # to calibrate with; their skills are encoded again, without the passages
 _DEV_SHARE = 0.2  # of given queries without a split
+_MAX_PASSAGES = 3  # of a skill to cut as queries; many skills have fewer
+_TERSE_SHARE = 0.5  # of the queries of a chat model, which are written in few words
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 """Number of hard negatives in a training list, by the way in which they are mined."""
@@ -137,39 +156,39 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     """Make a router, train an encoder for it, and use the encoder if the router gets better.
 
     Returns:
-        Summary with these keys:
-
-        - `out`: folder of the router
-        - `num_skills`: number of skills
-        - `trained`: whether the router uses a trained encoder
-        - `num_lists`: number of training lists, if an encoder was trained
-        - `Hit@1`: Hit@1 by system on the queries of split dev, if there are any
-        - `num_queries`: number of queries of split dev, if there are any
+        Summary. The module's documentation lists its keys.
     """
     check_query_files(config.queries)
     runner = _StepRunner(config)
     num_skills = runner.run("pool")["num_skills"]
-    result: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
+    summary: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
 
     _make_first_router(runner)
     if not config.train:
-        return result
+        return summary
     if num_skills < MIN_SKILLS:
         say(f"{num_skills} skills are too few to train an encoder; the router works without one")
-        return result
+        return summary
+    return summary | _train_router(runner)
 
+
+def _train_router(runner: _StepRunner) -> dict[str, Any]:
+    """Train an encoder, and use it if the router gets better. Return results for the summary."""
     if not _make_queries(runner):
-        return result
-    result["num_lists"] = _train_encoder(runner)
+        return {}
+    num_lists = _train_encoder(runner)
 
     comparison = _compare_on_dev_queries(runner)
     if comparison is None:
-        return result
-    result["trained"] = comparison.is_better
-    result["Hit@1"] = comparison.hits
-    result["num_queries"] = comparison.num_queries
-    _use_router(runner, comparison.is_better)
-    return result
+        return {"num_lists": num_lists}
+    runner.run("trained" if comparison.is_better else "untrained")
+    _calibrate(runner, comparison.is_better)
+    return {
+        "trained": comparison.is_better,
+        "num_lists": num_lists,
+        "Hit@1": comparison.hits,
+        "num_queries": comparison.num_queries,
+    }
 
 
 def _make_first_router(runner: _StepRunner) -> None:
@@ -214,12 +233,6 @@ def _compare_on_dev_queries(runner: _StepRunner) -> RouterComparison | None:
     return comparison
 
 
-def _use_router(runner: _StepRunner, is_trained: bool) -> None:
-    """Put the trained or the untrained router into the router's folder, and calibrate it."""
-    runner.run("trained" if is_trained else "untrained")
-    _calibrate(runner, is_trained)
-
-
 def compare_routers(report: Path) -> RouterComparison:
     """Read the comparison of the trained router with the untrained one from a report's folder."""
     metrics = read_json(report / "metrics.json")
@@ -244,7 +257,7 @@ def _calibrate(runner: _StepRunner, is_trained: bool) -> None:
     router = runner.folder
     if Index.open(router).record.calibration is not None:
         return
-    _remove_old_calibration(router / fit_step)
+    shutil.rmtree(router / fit_step, ignore_errors=True)  # else the step is skipped
     try:
         runner.run("queries")
         runner.run(fit_step)
@@ -254,11 +267,6 @@ def _calibrate(runner: _StepRunner, is_trained: bool) -> None:
         say(f"warning: the router is not calibrated, and answers every task: {error}")
         return
     runner.run(add_step)
-
-
-def _remove_old_calibration(folder: Path) -> None:
-    """Remove the results of an earlier calibration, so that the calibration is made again."""
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def dry_run_fit(config: FitConfig) -> dict[str, Any]:
@@ -278,49 +286,36 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
-    """Return the recipe of each step by the step's name, in the order in which the steps run.
-
-    A step writes to the folder `OUT/STEP`. Steps of the stage `index` write to the router's folder
-    `OUT`.
-    """
+    """Return the recipe of each step by the step's name, in the order in which the steps run."""
     out = config.out
     pool = str(out / "pool")
     queries = str(out / "queries")
-    model = {"source": config.base, "cache": str(out / "vectors")}
-
-    encoder = {**model, "source": str(out / "encoder")}  # the trained encoder
-
-    # A training skill must not contain its own query. If queries are cut from skills, the step
-    # `queries` also writes a pool of skills without them.
     training_pool = queries if _cuts_queries(config) else pool
     inputs = {"pool": training_pool, "queries": queries}
+    base_encoder = {"source": config.base, "cache": str(out / "vectors")}
+    trained_encoder = base_encoder | {"source": str(out / "encoder")}
 
     index = {"stage": "index", "pool": pool, "out": str(out)}
     calibrate = _calibration_recipe(config, queries)
-    steps: dict[str, Recipe] = {
+    recipes: dict[str, Recipe] = {
         "pool": {
             "stage": "pool",
             "sources": str(config.skills),
             "categories": "taxonomy",
-            "encoder": model,
+            "encoder": base_encoder,
         },
-        # Make the untrained router.
-        "untrained": index | {"rankers": _untrained_rankers(model)},
+        "untrained": index | {"rankers": _untrained_rankers(base_encoder)},
         "queries": _query_recipe(config, pool),
-        # Fit a calibration to the queries of all splits, and add it to the untrained router.
         "calibration": calibrate | {"split": None},
         "calibrated": _recipe_to_add_calibration(out, "calibration"),
-        # Make training lists, train an encoder, and compare the two routers.
-        **training_list_recipes(inputs, model, out, _FIT_QUOTAS, config.seed),
+        **training_list_recipes(inputs, base_encoder, out, _FIT_QUOTAS, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
-        "report": _report_recipe(inputs, model, encoder),
-        # Make the trained router. Fit a calibration to queries that were not used for training.
-        "trained": index | {"rankers": _trained_rankers(encoder)},
+        "report": _report_recipe(inputs, base_encoder, trained_encoder),
+        "trained": index | {"rankers": _trained_rankers(trained_encoder)},
         "trained_calibration": calibrate,
         "trained_calibrated": _recipe_to_add_calibration(out, "trained_calibration"),
     }
-    # Recipes of the stage `index` keep the `out` that they have.
-    return {step: {"out": str(out / step), **recipe} for step, recipe in steps.items()}
+    return {step: {"out": str(out / step), **recipe} for step, recipe in recipes.items()}
 
 
 def _calibration_recipe(config: FitConfig, queries: str) -> Recipe:
@@ -337,10 +332,7 @@ def _recipe_to_add_calibration(out: Path, step: str) -> Recipe:
 
 
 def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe) -> Recipe:
-    """Return the recipe that compares the two routers, BM25 and the encoders on split dev.
-
-    A report compares each system with the first system and with the system before it.
-    """
+    """Return the recipe that compares the two routers, BM25 and the encoders on split dev."""
     systems = {
         "bm25": [{"kind": "lexical"}],
         "base encoder": [{"kind": "dense", **base_encoder}],
@@ -375,9 +367,9 @@ def _query_recipe(config: FitConfig, pool: str) -> Recipe:
         "seed": config.seed,
     }
     if _cuts_queries(config):
-        recipe["num_queries_per_skill"] = 3  # at most; many skills have fewer passages
+        recipe["num_queries_per_skill"] = _MAX_PASSAGES
     else:
-        recipe["terse_share"] = 0.5  # a chat model writes half of its queries in few words
+        recipe["terse_share"] = _TERSE_SHARE
     recipe["pool"] = pool
     return recipe
 
@@ -408,14 +400,12 @@ def _encoder_recipe(config: FitConfig, pool: str) -> Recipe:
 def training_list_recipes(
     inputs: Recipe, model: Recipe, out: Path, quotas: Mapping[str, int], seed: int
 ) -> dict[str, Recipe]:
-    """Return the recipes that make training lists, by step. The setting `out` is left out.
-
-    The steps mine hard negatives, filter them, and sample lists.
+    """Return the recipes that mine negatives, filter them, and sample training lists, by step.
 
     Args:
-        inputs: The settings `pool` and `queries` of all three recipes.
-        model: Settings of the encoder that mines and filters negatives.
-        out: Folder of all steps. A step reads the folder of the step before it: `out/mined`.
+        inputs: The settings `pool` and `queries`.
+        model: Settings of the encoder.
+        out: Folder of all steps.
         quotas: Number of negatives in a list by source.
         seed: Seed of all random choices.
     """
@@ -433,11 +423,7 @@ def training_list_recipes(
 
 
 def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
-    """Return the rankers of a router with an encoder that was not trained on skills.
-
-    There is one ranker, which adds three scores. The encoder scores each skill twice, because it
-    reads short texts better than whole skills as long as it is not trained.
-    """
+    """Return the one ranker of an untrained router. It adds the scores of three rankers."""
     lexical = {"kind": "lexical"}
     names_and_descriptions = {"kind": "dense", "fields": "nd", **encoder}
     whole_skills = {"kind": "dense", **encoder}
@@ -448,8 +434,7 @@ def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
 def _trained_rankers(encoder: Recipe) -> list[Recipe]:
     """Return the rankers of a router with a trained encoder.
 
-    The first ranker adds the scores of BM25 and of the encoder, and keeps 20 skills. The second one
-    ranks these again, and adds the scores of the encoder's late interaction.
+    The first ranker keeps 20 skills. The second ranker ranks them again, with late interaction.
     """
     lexical = {"kind": "lexical"}
     dense = {"kind": "dense", **encoder}

@@ -21,8 +21,10 @@ import socket
 import sys
 import time
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
+# The agent must go on, whatever hangs or fails. So a thread asks the router, and the process ends
+# with the thread, or after this time.
 _SECONDS = 0.25
 _TOP_K = 3
 _MAX_PROMPT_CHARS = 10_000
@@ -39,19 +41,18 @@ def main() -> None:
     if "-h" in sys.argv or "--help" in sys.argv:
         print(__doc__)
         return
-
-    def print_skills() -> None:
-        try:
-            text = "".join(f"{line}\n" for line in _read_and_route())
-            os.write(1, text.encode("utf-8", "replace"))
-        finally:
-            os._exit(0)
-
-    # The agent must go on, whatever hangs or fails here. Either the thread ends the process after
-    # its answer, or this function ends it when the time is over.
     try:
-        _thread.start_new_thread(print_skills, ())
+        _thread.start_new_thread(_print_skills, ())
         time.sleep(_SECONDS)
+    finally:
+        os._exit(0)
+
+
+def _print_skills() -> None:
+    """Print the skills for the prompt on stdin, and end the process."""
+    try:
+        text = "".join(f"{line}\n" for line in _read_and_route())
+        os.write(1, text.encode("utf-8", "replace"))
     finally:
         os._exit(0)
 
@@ -80,11 +81,24 @@ def _parse_prompt(text: str) -> str:
 
 
 def _ask_router(prompt: str, address: str) -> list[str]:
-    """Ask the server at `address` for skills. Return the lines to print; none if no skill fits.
-
-    Any error of the network, or of an unexpected answer, is raised.
-    """
+    """Ask the server at `address` for skills. Return the lines to print; none if no skill fits."""
     server = urlsplit(address)
+    request = _new_request(prompt, server)
+    with socket.create_connection((server.hostname or "", server.port or 80)) as connection:
+        connection.sendall(request)
+        response = connection.makefile("rb").read()
+
+    head, _, content = response.partition(b"\r\n\r\n")
+    answer: Any = json.loads(content)
+    status = head.split()[1]
+    if status != b"200" or not answer["fits"]:
+        return []
+    lines = [_skill_line(skill) for skill in answer["skills"][:_TOP_K]]
+    return [_HEAD, *lines, _TAIL]
+
+
+def _new_request(prompt: str, server: SplitResult) -> bytes:
+    """Return the bytes of an HTTP request to /route of a server."""
     body = json.dumps({"query": prompt, "k": _TOP_K}).encode()
     head = (
         f"POST {server.path.rstrip('/')}/route HTTP/1.0\r\n"
@@ -94,18 +108,7 @@ def _ask_router(prompt: str, address: str) -> list[str]:
     token = os.environ.get("SKILLTRAIN_TOKEN")
     if token:
         head += f"Authorization: Bearer {token}\r\n"
-
-    with socket.create_connection((server.hostname or "", server.port or 80)) as connection:
-        connection.sendall(f"{head}\r\n".encode() + body)
-        response = connection.makefile("rb").read()
-
-    response_head, _, content = response.partition(b"\r\n\r\n")
-    answer: Any = json.loads(content)
-    status = response_head.split()[1]
-    if status != b"200" or not answer["fits"]:
-        return []
-    lines = [_skill_line(skill) for skill in answer["skills"][:_TOP_K]]
-    return [_HEAD, *lines, _TAIL]
+    return f"{head}\r\n".encode() + body
 
 
 def _skill_line(skill: dict[str, Any]) -> str:

@@ -9,6 +9,13 @@
   crashes when a file that it has mapped is cut.
 - `local.json` has the absolute paths. All other files name them by its keys, so the folder can be
   shared without it.
+
+Notes:
+    - A shared router could name any folder of this machine. So an absolute path in the record is
+      not used to read a skill's files. Paths in `local.json` and in the router's folder are used.
+    - A calibration comes from a file that may have been edited. So the names of its rankers are
+      checked too. A ranker that only fuses others has no scores of its own in a trace.
+    - A damaged file can cause any exception when it is loaded.
 """
 
 import hashlib
@@ -116,35 +123,26 @@ class IndexRecord(Config):
 
         Args:
             router: Folder of the router.
-            local_paths: Content of `local.json`. The method adds paths outside the router's folder.
+            local_paths: Content of `local.json`. Paths outside the router's folder are added.
             system: Rankers of the router.
             contents: Skills of the router.
-            calibration: Calibration for the record. It is left out if it does not apply.
+            calibration: Calibration. It is left out if it does not apply.
         """
-        # Turns a path into its form in the record, and adds it to `local_paths` if necessary.
         stored_path = partial(_to_stored_path, router, local_paths)
-        rankers = []
-        for ranker in system.rankers:
-            settings = ranker.with_default_values().model_dump(mode="json")
-            rankers.append(_change_paths(settings, stored_path))
-        sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
-        models = {}
-        for source in sorted(filter(None, sources)):
-            models[stored_path(source)] = model_fingerprint(source)
+        settings = [
+            ranker.with_default_values().model_dump(mode="json") for ranker in system.rankers
+        ]
+        rankers = _change_paths(settings, stored_path)
+        models = _fingerprint_models(system, stored_path)
         if calibration and not _applies(calibration, system, rankers, models):
             calibration = None
 
         pool = stored_path(str(contents.pool))
-        num_skills_by_source: dict[str, int] = {}
-        watched: list[str] = []
-        for path, skills in contents.skills.items():
-            num_skills_by_source[stored_path(str(path))] = len(skills)
-            if path in contents.watched:
-                watched.append(stored_path(str(path)))
-
+        sources = {stored_path(str(path)): len(skills) for path, skills in contents.skills.items()}
+        watched = [stored_path(str(path)) for path in contents.skills if path in contents.watched]
         return cls(
             pool=pool,
-            sources=num_skills_by_source,
+            sources=sources,
             watched=watched,
             rankers=rankers,
             models=models,
@@ -223,7 +221,7 @@ class Index(RouterState):
 
     @classmethod
     def open(cls, router: Path) -> "Index":
-        """Load the current generation of the folder `router`.
+        """Load the current generation of the folder `router`, even if it is being replaced.
 
         Raises:
             SkilltrainError: There is no router, or its files are incomplete or damaged.
@@ -232,22 +230,20 @@ class Index(RouterState):
             folder = current_generation(router)
             try:
                 return _load_generation(folder)
-            except Exception as error:  # a damaged file can cause any exception
-                # If a writer has replaced the generation meanwhile, try the new one.
-                if current_generation(router) == folder:
+            except Exception as error:
+                was_replaced = current_generation(router) != folder
+                if not was_replaced:
                     raise _damage(folder, error) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
         """Group skills by source: the folder or file that each was read from.
 
-        The index knows the source of a skill by its id. A skill that the index does not have is
-        assigned to the first source.
+        A skill that the index does not have is assigned to the first source.
         """
-        # The skills of the index are in the order of the sources.
         source_by_id: dict[str, Path] = {}
-        skill_ids = iter(self.skills)
+        ids_in_source_order = iter(self.skills)
         for source, num_skills in zip(self.sources, self.record.sources.values(), strict=True):
-            for skill_id in islice(skill_ids, num_skills):
+            for skill_id in islice(ids_in_source_order, num_skills):
                 source_by_id[skill_id] = source
 
         skills_by_source: dict[Path, list[Skill]] = {source: [] for source in self.sources}
@@ -282,17 +278,10 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
         system: Rankers of the router.
         allowed: URLs of allowed servers; None allows all.
         where: Location that errors name.
-
-    Raises:
-        SkilltrainError: A server is not allowed, or the environment variable of its key does not
-            end in `_API_KEY`.
     """
-    for ranker in flatten_rankers(system.rankers):
-        server = ranker.server
-        if server is None:
-            continue
+    servers = [ranker.server for ranker in flatten_rankers(system.rankers)]
+    for server in filter(None, servers):
         url = server.base_url
-        # An allowed URL may end in a slash.
         is_allowed = allowed is None or url in allowed or f"{url}/" in allowed
         if not is_allowed:
             problem = f"this router sends texts to {url}"
@@ -309,8 +298,7 @@ def current_generation(router: Path) -> Path:
     if not (router / POINTER).is_file():
         fix = "make one with skilltrain fit or skilltrain index"
         raise SkilltrainError("no-router", "holds no router", where=router, fix=fix)
-    # The pointer's key `index` has the name of the generation's folder, such as `index-3`.
-    pointer = read_json(router / POINTER)
+    pointer = read_json(router / POINTER)  # {"index": "index-3"}
     name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
     if not _GENERATION_NAME.fullmatch(name):
         where = router / POINTER
@@ -344,11 +332,7 @@ def _generation_numbers(router: Path) -> dict[Path, int]:
 
 
 def _load_generation(folder: Path) -> Index:
-    """Load a generation of a router, and check that it is complete.
-
-    Args:
-        folder: Folder of the generation, such as `index-3` in the router's folder.
-    """
+    """Load a generation of a router, such as the folder `index-3`. Check that it is complete."""
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
     stamp = file_stamps(folder)
@@ -363,20 +347,29 @@ def _load_generation(folder: Path) -> Index:
     table = feather.read_table(folder / SKILLS_FILE, memory_map=False)
     skills = StoredSkills(table, _roots_of_skills(record, sources))
     keys = np.load(folder / KEYS_FILE)  # [skill]
-    stored_parts: dict[str, Any] = {}
-    for name, ranker in storing_rankers(system).items():
-        stored_parts[ranker.key] = ranker.stored_part.load(folder / name)
-
-    # The record and all files must have the same number of skills.
-    num_skills = sum(record.sources.values())
-    counts = {num_skills, len(skills), len(keys)}
-    for part in stored_parts.values():
-        counts.add(part.num_skills)
-    if len(counts) > 1:
-        raise ValueError("its parts are of different pools")
+    stored_parts = _load_parts(folder, system)
+    _check_num_skills(record, skills, keys, stored_parts)
 
     pool = Path(_from_stored_path(router, record.pool))
     return Index(system, skills, sources, pool, folder, record, keys, stored_parts, stamp)
+
+
+def _load_parts(folder: Path, system: SystemConfig) -> dict[str, Any]:
+    """Return the data about the pool in a generation's folder, by the `key` of its ranker."""
+    rankers_by_folder = storing_rankers(system).items()
+    return {
+        ranker.key: ranker.stored_part.load(folder / name) for name, ranker in rankers_by_folder
+    }
+
+
+def _check_num_skills(
+    record: IndexRecord, skills: StoredSkills, keys: np.ndarray, stored_parts: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if the record and the files hold different numbers of skills."""
+    counts = {sum(record.sources.values()), len(skills), len(keys)}
+    counts.update(part.num_skills for part in stored_parts.values())
+    if len(counts) > 1:
+        raise ValueError("its parts are of different pools")
 
 
 def _read_record(folder: Path) -> IndexRecord:
@@ -402,11 +395,7 @@ def _check_files(folder: Path, record: IndexRecord) -> None:
 
 
 def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path | None]:
-    """Return the source of each skill, from which the skill's files may be read, or None.
-
-    A shared router could name any folder of this machine. So an absolute path in the record is not
-    used. Paths in `local.json` and in the router's folder are used.
-    """
+    """Return the source of each skill, from which the skill's files may be read, or None."""
     roots: list[Path | None] = []
     for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
         is_local_key = name.startswith(_LOCAL)
@@ -427,22 +416,27 @@ def _applies(
     Args:
         calibration: The calibration.
         system: Rankers of the router.
-        rankers: Settings of these rankers, as a record holds them.
+        rankers: Their settings, as a record holds them.
         models: Fingerprint of each model by its source.
     """
     has_same_rankers = calibration.system == rankers
     has_same_models = calibration.models == models
-    # The calibration is read from a file that may have been edited, so its names are checked too.
     return has_same_rankers and has_same_models and _has_calibrated_rankers(system, calibration)
 
 
 def _has_calibrated_rankers(system: SystemConfig, calibration: Calibration) -> bool:
     """Return whether a system has all rankers whose scores a calibration uses."""
     names = name_rankers(system.rankers)
-    # A ranker that only fuses others has no scores of its own in a trace.
     scoring = [ranker for ranker in flatten_rankers(system.rankers) if not ranker.components]
     known_names = {names[ranker.key] for ranker in scoring}
     return known_names.issuperset(calibration.calibrator.rankers)
+
+
+def _fingerprint_models(system: SystemConfig, stored_path: Callable[[str], str]) -> dict[str, str]:
+    """Return the fingerprint of each model of a system, by its stored source."""
+    sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
+    existing_sources = sorted(filter(None, sources))
+    return {stored_path(source): model_fingerprint(source) for source in existing_sources}
 
 
 def _damage(folder: Path, error: Exception) -> SkilltrainError:
@@ -479,9 +473,8 @@ def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
 def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str:
     """Return a path as an index stores it, so that the router's folder can be moved.
 
-    A path in the router's folder becomes `./…`. Any other path gets a key `local:NAME-HASH`. The
-    path is added to `local_paths` under this key, and the key is returned. A name that is no
-    existing path, such as `package:NAME`, is returned as it is. An absolute path need not exist.
+    A path in the router's folder becomes `./…`, and another path a key of `local_paths`. A name
+    such as `package:NAME` stays.
     """
     path = Path(name).expanduser()
     if not path.is_absolute() and not path.exists():

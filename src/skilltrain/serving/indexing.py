@@ -1,4 +1,16 @@
-"""Stage `index`: write a pool and rankers as a router into a folder, or update the router there."""
+"""Stage `index`: write a pool and rankers as a router into a folder, or update the router there.
+
+Notes:
+    - An existing router that cannot be opened matters only if its settings are needed.
+    - Rankers that are given in the settings may use any server. Rankers that are taken from an
+      existing router may come from somebody else, so their servers must be allowed.
+    - A watched folder that is gone keeps its skills, because it may come back.
+    - A folder that is newly watched must not have skills that the router already has from an
+      unwatched source. This happens when the folder has moved. Such skills would have two sources,
+      and a skill that is removed from the folder would stay in the router.
+    - Replacing the pointer makes a new generation the one in use. Generations of writers that were
+      killed are removed before and after.
+"""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
@@ -112,50 +124,56 @@ def _read_settings(config: BuildIndex) -> tuple[SystemConfig, Contents]:
 
     If `pool` or `rankers` is null, it is taken from the router in the folder `out`.
     """
-    index: Index | None = None
-    pool = config.pool
-    rankers = config.rankers
-    try:
-        index = Index.open(config.out)
-        if pool is None:
-            pool = index.pool
-        if rankers is None:
-            rankers = index.system.rankers
-    except SkilltrainError as error:
-        # A router that cannot be opened matters only if its settings are needed.
-        if pool is None or rankers is None:
-            fix = "give pool=… and rankers=…"
-            raise SkilltrainError(error.code, error.problem, where=error.where, fix=fix) from error
+    index = _open_old_router(config)
+    system = _read_system(config, index)
+    return system, _read_contents(config, index)
 
-    # Rankers that are given in the settings may use any server. Rankers that are taken from an
-    # existing router may come from somebody else, so their servers must be allowed.
+
+def _open_old_router(config: BuildIndex) -> Index | None:
+    """Open the router in the folder `out`. Return None if it is not needed and cannot be opened."""
+    try:
+        return Index.open(config.out)
+    except SkilltrainError as error:
+        if config.pool is not None and config.rankers is not None:
+            return None
+        fix = "give pool=… and rankers=…"
+        raise SkilltrainError(error.code, error.problem, where=error.where, fix=fix) from error
+
+
+def _read_system(config: BuildIndex, index: Index | None) -> SystemConfig:
+    """Return the rankers of the settings, or else of the router. Check them and their servers."""
+    rankers = config.rankers
+    allowed_servers = None  # all
+    if rankers is None:
+        assert index is not None
+        rankers = index.system.rankers
+        allowed_servers = config.allow_servers
     system = validate(SystemConfig, {"name": "router", "rankers": rankers}, config.out)
-    allowed_servers = None if config.rankers else config.allow_servers  # None allows all
     check_servers(system, allowed_servers, config.out)
     check_rankers(system)
+    return system
 
-    # Read the pool. If it is still the router's pool, read its watched folders as well.
+
+def _read_contents(config: BuildIndex, index: Index | None) -> Contents:
+    """Read the pool. If it is the router's own pool, read the router's watched folders too."""
+    pool = config.pool
+    if pool is None:
+        assert index is not None
+        pool = index.pool
     skills = read_by_source(pool)
-    watched: Sequence[Path] = ()
-    if index is not None and index.pool == pool.resolve():
-        watched = index.watched
+    watched = index.watched if index and index.pool == pool.resolve() else []
     for folder in watched:
-        skills.setdefault(folder, [])  # `read_watched` replaces the empty list
-    contents = Contents(pool, skills, watched)
-    return system, read_watched(contents, folders=watched)
+        skills.setdefault(folder, [])  # `read_watched` replaces it
+    return read_watched(Contents(pool, skills, watched), folders=watched)
 
 
 def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
     """Return `contents` with the current skills of watched folders.
 
-    A folder that is gone keeps its skills, because it may come back. A skill without a category
-    keeps the category that `contents` has for its id. If two sources use an id for different
-    skills, the skill of the second source gets another id.
+    If two sources use an id for different skills, the skill of the second source gets another id.
 
     Raises:
-        SkilltrainError: A folder that was not watched before has skills that the router already has
-            from an unwatched source. This happens when the folder has moved. It is an error because
-            skills would have two sources: one removed from the folder would stay in the router.
+        SkilltrainError: A new folder has skills of an unwatched source.
     """
     old_categories = {skill.skill_id: skill.category for skill in contents.all_skills()}
     skills_by_source = dict(contents.skills)
@@ -163,42 +181,43 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
         if not folder.is_dir():
             say(f"{folder}: this watched folder is gone")
             continue
-        try:
-            skills = read_pool(folder)
-        except SkilltrainError:  # the folder has no skill
-            skills = []
+        skills = _read_folder(folder)
+        if folder not in contents.skills:
+            _check_new_folder(folder, skills, contents, folders)
+        skills_by_source[folder] = [_keep_category(skill, old_categories) for skill in skills]
 
-        # The skills of a new folder must not be in the router already, from an unwatched source.
-        # A source that contains the folder has its skills too.
-        unwatched = _sources_with(contents, folder, skills) - set(folders)
-        if folder not in contents.skills and unwatched:
-            problem = f"has skills of {min(unwatched)}, which is not watched"
-            fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
-            raise SkilltrainError("unwatched-folder", problem, where=folder, fix=fix)
-
-        # Keep the old category of a skill that has none.
-        for position, skill in enumerate(skills):
-            if not skill.category and skill.skill_id in old_categories:
-                old_category = old_categories[skill.skill_id]
-                skills[position] = replace(skill, category=old_category)
-        skills_by_source[folder] = skills
-
-    # Several sources may use the same id.
     if len(skills_by_source) > 1:
-        merged, _ = merge_sources(list(skills_by_source.values()), drop_duplicates=False)
-        skills_by_source = dict(zip(skills_by_source, merged, strict=True))
+        unique, _ = merge_sources(list(skills_by_source.values()), drop_duplicates=False)
+        skills_by_source = dict(zip(skills_by_source, unique, strict=True))
     return contents._replace(skills=skills_by_source, watched={*contents.watched, *folders})
 
 
-def _sources_with(contents: Contents, folder: Path, skills: Sequence[Skill]) -> set[Path]:
-    """Return the sources in `contents` that contain `folder` or have the id of any of `skills`."""
+def _read_folder(folder: Path) -> list[Skill]:
+    """Read the skills of a folder, which may have none."""
+    try:
+        return read_pool(folder)
+    except SkilltrainError:
+        return []
+
+
+def _keep_category(skill: Skill, old_categories: Mapping[str, str | None]) -> Skill:
+    """Return a skill with the old category of its id, if it has no category."""
+    if skill.category or skill.skill_id not in old_categories:
+        return skill
+    return replace(skill, category=old_categories[skill.skill_id])
+
+
+def _check_new_folder(
+    folder: Path, skills: Sequence[Skill], contents: Contents, watched: Collection[Path]
+) -> None:
+    """Raise SkilltrainError if a folder to watch has skills of an unwatched source."""
     skill_ids = {skill.skill_id for skill in skills}
-    sources: set[Path] = set()
-    for source, old_skills in contents.skills.items():
-        has_same_id = any(skill.skill_id in skill_ids for skill in old_skills)
+    for source in sorted(contents.skills.keys() - set(watched)):
+        has_same_id = any(skill.skill_id in skill_ids for skill in contents.skills[source])
         if has_same_id or folder.is_relative_to(source):
-            sources.add(source)
-    return sources
+            problem = f"has skills of {source}, which is not watched"
+            fix = f"watch both; if it has moved, first run skilltrain index pool={folder} out=…"
+            raise SkilltrainError("unwatched-folder", problem, where=folder, fix=fix)
 
 
 def _open_or_none(router: Path) -> Index | None:
@@ -230,25 +249,20 @@ def write_index(
     Args:
         router: Folder of the router.
         system: Rankers of the router.
-        contents: Skills. Only those that are new or changed are encoded and indexed.
-        models: Open models of the rankers by `key`. Models that have to be opened are added.
-        calibration: Calibration to add. None keeps the router's own, if it still applies.
-        previous: Generation that the change is based on; None for the one in the folder.
+        contents: Skills of the router.
+        models: Open models by the ranker's `key`. Further ones are added.
+        calibration: Calibration to add. None keeps the old one.
+        previous: Generation to change; None for the one in the folder.
 
     Returns:
         Counts of all, new, changed and gone skills.
-
-    Raises:
-        SkilltrainError: The pool is empty, an id repeats, `calibration` is of other rankers or
-            models, another process is writing, or another process has written since `previous` was
-            opened.
     """
     remove_leftovers(router)
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
         previous = _current_index(router, previous)
         folder = next_generation(router)
-        remove_old_generations(router)  # those of writers that were killed
+        remove_old_generations(router)
 
         skills = contents.all_skills()
         content_keys = _content_keys(skills)
@@ -257,7 +271,6 @@ def write_index(
         if previous and _is_unchanged(previous, record, content_keys):
             return counts
 
-        # Replacing the pointer makes the new generation the one in use.
         _write_generation(folder, record, skills, content_keys, models, previous)
         write_json(router / POINTER, {"index": folder.name})
         remove_old_generations(router)
@@ -277,21 +290,14 @@ def _create_record(
         router: Folder of the router.
         system: Rankers of the router.
         contents: Skills of the router.
-        calibration: Calibration to add. None keeps the old one, if it still applies.
-        previous: Generation with the old calibration, if there is one.
-
-    Raises:
-        SkilltrainError: `calibration` is of other rankers or models.
+        calibration: Calibration to add. None keeps the old one.
+        previous: Previous generation, if there is one.
     """
-    if calibration is None and previous is not None:
-        old_or_new_calibration = previous.record.calibration
-    else:
-        old_or_new_calibration = calibration
-
+    old_calibration = previous.record.calibration if previous else None
+    used_calibration = calibration or old_calibration
     local_paths = read_local(router)
-    record = IndexRecord.create(router, local_paths, system, contents, old_or_new_calibration)
-    was_left_out = record.calibration is None  # because it does not apply
-    if calibration is not None and was_left_out:
+    record = IndexRecord.create(router, local_paths, system, contents, used_calibration)
+    if calibration is not None and record.calibration is None:
         problem = "the calibration is of other rankers or models"
         fix = "run skilltrain calibrate on this router"
         raise SkilltrainError("changed-model", problem, where=router, fix=fix)
@@ -303,12 +309,17 @@ def _create_record(
 
 
 def _is_unchanged(previous: Index, record: IndexRecord, content_keys: np.ndarray) -> bool:
-    """Return whether a generation has the skills and the record of the next generation."""
+    """Return whether the next generation has the skills and the record of the previous one.
+
+    Args:
+        previous: Previous generation.
+        record: Record of the next generation, still without files.
+        content_keys: Key of each skill's content in the next generation, [skill].
+    """
     if not np.array_equal(previous.keys, content_keys):
         return False
-    # The record of the next generation does not have its files yet.
-    old_record = previous.record.model_copy(update={"files": {}, "digests": {}})
-    return old_record == record
+    old_record_without_files = previous.record.model_copy(update={"files": {}, "digests": {}})
+    return old_record_without_files == record
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:
@@ -340,33 +351,34 @@ def _write_generation(
         record: Its record, without `files` and `digests`.
         skills: Skills of the router.
         content_keys: Key of each skill's content, [skill].
-        models: Open models of the rankers by the ranker's `key`. Further ones are added.
+        models: Open models by the ranker's `key`. Further ones are added.
         previous: Previous generation, if there is one.
     """
-    old_data: Mapping[str, Any] = {}
-    old_positions: dict[int, int] = {}
-    if previous and previous.record.models == record.models:
-        old_data = previous.stored_parts
-        old_positions = {key: position for position, key in enumerate(previous.keys.tolist())}
-    # Position of each skill in the old data; -1 if it is new or changed.
-    positions = [old_positions.get(key, -1) for key in content_keys.tolist()]
+    if previous and previous.record.models != record.models:
+        previous = None  # its data is of other models
+    old_parts = previous.stored_parts if previous else {}
+    old_positions = _find_unchanged(previous, content_keys)
 
     router = folder.parent
     with staged_folder(folder) as staged:
-        # Each ranker stores its data about the pool in a folder of its own: `part-1`, `part-2`.
         for part_name, ranker in storing_rankers(record.system(router)).items():
             part_folder = staged / part_name
             part_folder.mkdir()
             model = open_model(ranker, models, router)
-            old_part = old_data.get(ranker.key)
-            model.save_part(part_folder, skills, old_part, positions)
+            model.save_part(part_folder, skills, old_parts.get(ranker.key), old_positions)
 
         np.save(staged / KEYS_FILE, content_keys)
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
-
         record_with_files = _add_files(record, staged)
         write_json(staged / RECORD, record_with_files.model_dump(mode="json"))
+
+
+def _find_unchanged(previous: Index | None, content_keys: np.ndarray) -> list[int]:
+    """Return the position of each skill in the previous generation; -1 if it is new or changed."""
+    old_keys = previous.keys.tolist() if previous else []
+    position_by_key = {key: position for position, key in enumerate(old_keys)}
+    return [position_by_key.get(key, -1) for key in content_keys.tolist()]
 
 
 def _add_files(record: IndexRecord, folder: Path) -> IndexRecord:

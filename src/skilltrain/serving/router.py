@@ -1,6 +1,14 @@
 """Answering tasks with skills.
 
 A router has a pool and rankers over it. It is opened once and answers any number of tasks.
+
+Notes:
+    - A ranker may run twice: over the pool, and again over a few candidates. A trace has its first
+      ranking, of the pool.
+    - `Router.update` does not load the index again for `Contents`, because they were made from the
+      index that is open.
+    - Models that are open already were checked by an earlier call for the same router.
+    - Explanations need the vectors of tasks again, so these are remembered.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +28,7 @@ from skilltrain.retrieval.cascade import system_of
 from skilltrain.retrieval.executor import OpenRankers, RankerRun, run_rankers, with_keeps
 from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
-from skilltrain.retrieval.rankers import flatten_rankers, name_rankers
+from skilltrain.retrieval.rankers import RankerConfig, flatten_rankers, name_rankers
 from skilltrain.serving.answer import Answer, Calibrator, Explanation, RoutedSkill, Trace
 from skilltrain.serving.index import Contents, Index, RouterState, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
@@ -30,7 +38,7 @@ _MAX_CHARS = 10_000  # of a task; the rest is not read
 _MIN_DEPTH = 20  # at least so many skills are ranked, so that probabilities do not depend on `k`
 _NUM_REMEMBERED_FLAGS = 4096  # skills
 _NUM_REMEMBERED_VECTORS = 64  # tasks
-_MAX_TERMS = 8  # of an explanation
+_MAX_WORDS = 8  # of an explanation
 
 
 @dataclass(frozen=True)
@@ -62,31 +70,30 @@ class _OpenPool:
 
         Args:
             query: Query to rank for.
-            k: Number of skills to rank. At least `_MIN_DEPTH` are ranked.
-            excluded_ids: Skills that are left out, as if the pool did not contain them.
+            k: Number of skills to rank, raised to `_MIN_DEPTH`.
+            excluded_ids: Skills that are left out of the pool.
         """
-        ranking_by_label: dict[str, Ranking] = {}
-
-        def observe(run: RankerRun) -> None:
-            """Record the ranking of each leg. A ranker that fuses no others is its own only leg."""
-            for leg, rankings in zip(run.config.legs, run.by_leg, strict=True):
-                matches = leg.matches(rankings[query.query_id])
-                # A leg may run again on a few candidates. Keep its first ranking, of the pool.
-                ranking_by_label.setdefault(self.labels[leg.key], matches)
-
-        # Rankers without a setting `keep` keep enough skills for `k`.
+        runs: list[RankerRun] = []
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
-        open_rankers = OpenRankers(skills=(), opened=self.rankers)
         rankings = run_rankers(
             configs,
             [query],
-            candidates=None,  # the first ranker ranks the whole pool
-            pool=open_rankers,
-            observe=observe,
+            candidates=None,  # rank the whole pool
+            pool=OpenRankers(skills=(), opened=self.rankers),
+            observe=runs.append,
             excluded_ids=excluded_ids,
         )
         ranking = rankings[query.query_id][: configs[-1].keep]
-        return Trace(ranking_by_label, self._highest_bm25_scores(query), ranking)
+        return Trace(self._first_rankings(query, runs), self._highest_bm25_scores(query), ranking)
+
+    def _first_rankings(self, query: Query, runs: Sequence[RankerRun]) -> dict[str, Ranking]:
+        """Return the first ranking of each ranker that scores skills, by the ranker's label."""
+        ranking_by_label: dict[str, Ranking] = {}
+        for run in runs:
+            for ranker, rankings in zip(run.config.legs, run.by_leg, strict=True):
+                matches = ranker.matches(rankings[query.query_id])
+                ranking_by_label.setdefault(self.labels[ranker.key], matches)
+        return ranking_by_label
 
     def _highest_bm25_scores(self, query: Query) -> dict[str, float]:
         """Return the highest score that is possible for a query, by the label of a BM25 ranker."""
@@ -97,25 +104,21 @@ class _OpenPool:
         return max_scores
 
     def explain(self, query: Query, trace: Trace, skill: Skill) -> Explanation:
-        """Explain why a skill was chosen for a query.
-
-        The explanation has the rank and the score by each ranker, the words of the query that the
-        skill contains, and the part of its body that is most similar to the query.
-        """
-        terms: list[str] = []  # from the first BM25 index that has a word of the query
-        window: tuple[int, int] | None = None  # from the first vector index with parts of bodies
+        """Explain why a skill was chosen: by its ranks, its words and the best part of its body."""
+        words: list[str] = []
+        window: tuple[int, int] | None = None
         for key, ranker in self.rankers.items():
             if not isinstance(ranker, PoolRanker):
                 continue
             index = ranker.index
             position = ranker.position_by_id[skill.skill_id]
-            if isinstance(index, BM25Index) and not terms:
-                terms = index.matching_words(query.text, position)[:_MAX_TERMS]
+            if isinstance(index, BM25Index) and not words:
+                words = index.matching_words(query.text, position)[:_MAX_WORDS]
             elif isinstance(index, VectorIndex) and window is None:
                 chunk = index.best_chunk(query.text, position)
                 if chunk is not None:
                     window = self.models[key].model.settings.window(skill, chunk)
-        return Explanation(trace.ranker_scores(skill.skill_id), tuple(terms), window)
+        return Explanation(trace.ranker_scores(skill.skill_id), tuple(words), window)
 
     def routed_skill(
         self, query: Query, trace: Trace, rank: int, probability: float | None
@@ -217,23 +220,20 @@ class Router:
         if not isinstance(k, int) or k < 1:
             raise wrong_argument("k", "a whole number of at least 1", k)
         pool = self._current  # another thread may replace it
-        calibrator = pool.calibrator
         query = _query(task)
         trace = pool.trace(query, k)
         probabilities: list[float | None] = [None] * len(trace.ranking)
-        if calibrator:
-            probabilities = calibrator.probabilities(trace).tolist()
+        fits = bool(trace.ranking)
+        num_likely: int | None = None
+        if pool.calibrator:
+            probabilities = pool.calibrator.probabilities(trace).tolist()
+            fits = pool.calibrator.answers(trace)
+            num_likely = pool.calibrator.num_likely(trace)
 
         skills = []
-        for rank, probability in enumerate(probabilities[:k], 1):  # a trace may have more skills
+        for rank, probability in enumerate(probabilities[:k], 1):
             skills.append(pool.routed_skill(query, trace, rank, probability))
-
-        has_right_skill = bool(skills)
-        num_likely: int | None = None
-        if calibrator:
-            has_right_skill = calibrator.answers(trace)
-            num_likely = calibrator.num_likely(trace)
-        return Answer(tuple(skills), fits=has_right_skill, num_likely=num_likely)
+        return Answer(tuple(skills), fits, num_likely)
 
     def trace(self, task: str, without: Collection[str] = ()) -> Trace:
         """Rank the pool for a task as if it did not contain the skills with the ids `without`."""
@@ -256,13 +256,9 @@ class Router:
 
         Returns:
             Counts of all, new, changed and gone skills.
-
-        Raises:
-            SkilltrainError: The router has no folder, another process is writing, or another
-                process has replaced the index that the `Contents` were made from.
         """
-        # `Contents` were made from the index that is open now, so it is not loaded again.
-        if not isinstance(skills, Contents):
+        has_contents = isinstance(skills, Contents)
+        if not has_contents:
             self.refresh()
         current = self._current
         index = current.index
@@ -270,9 +266,9 @@ class Router:
             fix = "make one with skilltrain index"
             raise SkilltrainError("no-router", "this router is in no folder", fix=fix)
 
-        contents = skills if isinstance(skills, Contents) else index.contents(read_pool(skills))
-        router_folder = index.folder.parent
-        counts = write_index(router_folder, index.system, contents, current.models, previous=index)
+        contents = skills if has_contents else index.contents(read_pool(skills))
+        router = index.folder.parent
+        counts = write_index(router, index.system, contents, current.models, previous=index)
         self.refresh()
         return counts
 
@@ -297,38 +293,34 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
 
     Args:
         state: Rankers' settings and skills.
-        models: Open models by the rankers' `key`, which an earlier call for the same router has
-            checked. It is empty in the first call. Models that have to be opened are added.
+        models: Open models by the ranker's `key`. Further ones are added.
     """
-    is_first_opening = not models
-    index: Index | None = None
-    stored_parts: Mapping[str, Any] = {}  # what rankers have stored about the pool
-    router_folder: Path | None = None
-    if isinstance(state, Index):  # the state was loaded from a router's folder
-        index = state
-        stored_parts = index.stored_parts
-        router_folder = index.folder.parent
-        if is_first_opening:
-            index.check_models()
+    index = state if isinstance(state, Index) else None
+    if index and not models:
+        index.check_models()
     check_rankers(state.system)
 
     rankers: dict[str, Ranker] = {}
     for config in flatten_rankers(state.system.rankers):
-        key = config.key
-        if key in rankers or config.components:
-            continue  # it is open already, or it only fuses other rankers
-        model = open_model(config, models, router_folder)
-        if key in stored_parts:
-            ranker = model.over(state.skills, stored_parts[key])
-        else:
-            ranker = model.over(state.skills)
-        rankers[key] = _remember_vectors(ranker)
+        only_fuses_others = bool(config.components)
+        if config.key not in rankers and not only_fuses_others:
+            rankers[config.key] = _remember_vectors(_open_ranker(config, state, models))
     labels = name_rankers(state.system.rankers)
     return _OpenPool(state, index, labels, rankers, models)
 
 
+def _open_ranker(config: RankerConfig, state: RouterState, models: dict[str, Any]) -> Any:
+    """Open one ranker over a pool, with the data that an index stores for it."""
+    if not isinstance(state, Index):
+        return open_model(config, models, None).over(state.skills)
+    model = open_model(config, models, state.folder.parent)
+    if config.key in state.stored_parts:
+        return model.over(state.skills, state.stored_parts[config.key])
+    return model.over(state.skills)
+
+
 def _remember_vectors(ranker: Any) -> Ranker:
-    """Return the ranker with a cache of the vectors of tasks, because explanations need them."""
+    """Return the ranker with a cache of the vectors of tasks."""
     if not isinstance(ranker, PoolRanker) or not isinstance(ranker.index, VectorIndex):
         return ranker
     encode = ranker.index.encode

@@ -5,6 +5,16 @@ skill://. The extension has no search, so search is a tool. HTTP clients also ge
 /rerank, /health and /metrics. /embed and /rerank have the form of Text Embeddings Inference (TEI).
 
 The servers need the package mcp (`pip install 'skilltrain[serve]'`).
+
+Notes:
+    - `Access` checks the Host header instead of the package mcp.
+    - A GET of /mcp would wait for messages that never come, so only POST is allowed there.
+    - A reranker ranks skills, so each text of /rerank becomes the body of a skill.
+    - Like Ctrl-C, SIGTERM must leave time to write the log. uvicorn shuts down at SIGTERM, and then
+      raises the signal again for the handler that was set before. That handler does nothing, so
+      that the process lives until `_run` has written the log.
+    - A skill that does not follow the Agent Skills specification has no entry for skills/get.
+    - prompts/get is refused, because a client may ask for prompts that the server does not declare.
 """
 
 import json
@@ -39,6 +49,7 @@ from mcp_types import (
 )
 from prometheus_client import generate_latest
 from pydantic import BeforeValidator, Field, Strict
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
@@ -137,8 +148,8 @@ class RerankRequest(Config):
         _check_num_texts(self.texts)
         reranker = _find_model(service, Rerank, "reranker")
 
-        # The reranker ranks skills. Each text becomes the body of one, and its index the id.
-        skills = {str(n): Skill(str(n), "", "", text) for n, text in enumerate(self.texts)}
+        # Each text becomes a skill.
+        skills = {str(i): Skill(str(i), "", "", text) for i, text in enumerate(self.texts)}
         query = Query("request", self.query, "", "", "")
         candidates = {query.query_id: [(skill_id, 0.0) for skill_id in skills]}
         rankings = reranker.over(skills).rank([query], candidates, len(skills))
@@ -260,7 +271,6 @@ class Methods:
     async def get_skill(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
         """Answer skills/get: the entry of a skill."""
         entries = await self._run_request("skills/get", self._service.entries, params.uri)
-        # A skill that does not follow the Agent Skills specification has no entry.
         if not entries:
             raise _invalid_params(
                 "Agent Skills do not allow its name or description; load_skill reads it"
@@ -284,7 +294,7 @@ class Methods:
         return ListResourceTemplatesResult(resource_templates=[template])
 
     async def get_prompt(self, *_: Any) -> GetPromptResult:
-        """Refuse prompts/get. The server declares no prompts, but a client may still ask."""
+        """Refuse prompts/get."""
         raise _invalid_params("this server has no prompts")
 
     async def _run_request(
@@ -361,18 +371,9 @@ def new_http_app(service: Service, access: Access) -> ASGIApp:
 
     Args:
         service: Router that answers the requests.
-        access: Requests that are allowed. All others are refused.
+        access: Requests that are allowed.
     """
-    app = new_mcp_server(service).streamable_http_app(
-        json_response=True,
-        stateless_http=True,
-        # `access` checks the Host header instead.
-        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
-    )
-    # So far /mcp is the only route. A GET of it would wait for messages that never come.
-    for route in app.routes:
-        if isinstance(route, Route):
-            route.methods = {"POST"}
+    app = _new_mcp_app(service)
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok", "num_skills": len(service.router.skills)})
@@ -395,6 +396,19 @@ def new_http_app(service: Service, access: Access) -> ASGIApp:
             allow_headers=["*"],
         )
     return guard(app, access)
+
+
+def _new_mcp_app(service: Service) -> Starlette:
+    """Create an HTTP application with POST /mcp as its only route."""
+    app = new_mcp_server(service).streamable_http_app(
+        json_response=True,
+        stateless_http=True,
+        transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
+    )
+    for route in app.routes:
+        if isinstance(route, Route):
+            route.methods = {"POST"}
+    return app
 
 
 _PostRequest = RouteRequest | EmbedRequest | RerankRequest
@@ -456,7 +470,6 @@ def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
         async with stdio_server() as (read_stream, write_stream):
             await server.run(read_stream, write_stream, server.create_initialization_options())
 
-    # Like Ctrl-C, SIGTERM must leave time to write the log.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _run(service, serve, watched_folders)
 
@@ -464,35 +477,33 @@ def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
 def serve_http(
     service: Service, watched_folders: Sequence[Path], host: str, port: int, access: Access
 ) -> None:
-    """Serve MCP and HTTP until Ctrl-C or SIGTERM.
+    """Serve MCP and HTTP until Ctrl-C or SIGTERM."""
+    listener = _listen(host, port)
+    if not (access.token or is_loopback(host)):
+        say(f"warning: everyone who reaches {host}:{port} can ask this router (see --token-env)")
+    server = new_http_server(new_http_app(service, access))
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn handles the signal
+    say_url(host, port, access)
+    _run(service, partial(server.serve, sockets=[listener]), watched_folders)
 
-    Raises:
-        SkilltrainError: The address cannot be listened on, for instance because it is in use.
-    """
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket that listens on an address. Raises SkilltrainError if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    address = f"{host}:{port}"
     try:
-        listener = socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=family)
     except OSError as error:
         problem = f"cannot listen here: {reason_of(error)}"
         fix = "give another --port"
-        raise SkilltrainError("cannot-listen", problem, where=address, fix=fix) from error
-    if not (access.token or is_loopback(host)):
-        say(f"warning: everyone who reaches {address} can ask this router (see --token-env)")
-    server = new_http_server(new_http_app(service, access))
-
-    # uvicorn shuts down at SIGTERM, and then raises the signal again for the handler that was set
-    # before. This one does nothing, so that the process lives until `_run` has written the log.
-    signal.signal(signal.SIGTERM, lambda *_: None)
-    say_url(host, port, access)
-    _run(service, partial(server.serve, sockets=[listener]), watched_folders)
+        where = f"{host}:{port}"
+        raise SkilltrainError("cannot-listen", problem, where=where, fix=fix) from error
 
 
 def say_url(host: str, port: int, access: Access) -> None:
     """Print the address of the HTTP server, and how Claude Code connects to it."""
     name = f"[{host}]" if ":" in host else host
     if name not in access.hosts:
-        name = min(access.hosts)  # any allowed name will do; this is the first in sorted order
+        name = min(access.hosts)  # any allowed name will do
     url = f"http://{name}:{port}"
     say(f"serving {url} (MCP: {url}/mcp); stop with Ctrl-C")
     header = " --header 'Authorization: Bearer TOKEN'" if access.token else ""

@@ -7,6 +7,15 @@ indexed and screened skills.
 All text of a skill is untrusted. Names and descriptions are sent as one line without invisible
 characters, and a body is sent between marks. A URI is compared with the URIs of the files that the
 router's skills have, and never opened as a path.
+
+Notes:
+    - A path that does not fit on one line of text could hold orders for a model, so it is not sent.
+    - SEP-2640 demands the skill's name before SKILL.md. So the URI of a skill whose id does not end
+      in its name has both.
+    - Not every file system reports changes, so the files of watched folders are compared.
+    - Another process may replace the index while it is served. So the index belongs to the state
+      that `Service.update` compares, and a skill of an answer may be gone.
+    - A file's name need not be UTF-8, so its URI is made of bytes.
 """
 
 import hashlib
@@ -120,7 +129,8 @@ class RouteLog:
         """Write the unwritten answers as a folder. Its name ends in the number of the last one."""
         queries = []
         rankings: Rankings = {}
-        for number, (text, ranking) in enumerate(self._unwritten, self._num_written + 1):
+        first_number = self._num_written + 1
+        for number, (text, ranking) in enumerate(self._unwritten, first_number):
             query_id = f"{self._name}-{number}"
             queries.append(Query(query_id, text, kind="single", origin="served", split="test"))
             rankings[query_id] = ranking
@@ -160,21 +170,17 @@ class Service:
 
         Args:
             router: Router to ask.
-            flagged: What to do with skills flagged by the safety screening. `mark` shows the flags;
-                `withhold` hides the skills.
+            flagged: Whether to `mark` or `withhold` skills that the safety screening flags.
             log: Log of all answers, if any.
-            shows_folders: Whether answers have the folders of skills. Set it only if all clients
-                are on this machine.
+            shows_folders: Whether clients are on this machine, and may see folders.
         """
         self.router = router
         self.flagged = flagged
         self.log = log
         self.shows_folders = shows_folders
         self.registry = CollectorRegistry()
-        # Error in the last run of each background task, by the task's name; "" after a success.
-        self._last_faults: dict[str, str] = {}
-        # The watched files and the index as they were after the last update.
-        self._last_state: object = None
+        self._last_fault_by_task: dict[str, str] = {}  # "" after a success
+        self._last_state: object = None  # of the index and watched files
 
         num_skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
         num_skills.set_function(lambda: len(self.router.skills))
@@ -209,29 +215,24 @@ class Service:
         Args:
             query: A task in plain words.
             k: Largest number of skills.
-            filters: Allowed values of category, lang, source or license. They are applied to the
-                best `MAX_SKILLS` skills.
+            filters: Allowed values by field, applied to the best `MAX_SKILLS` skills.
 
         Returns:
-            `fits` (whether any skill fits), `skills` (best first), and a `note` that their texts
-            are untrusted.
-
-        Raises:
-            SkilltrainError: The query is empty.
+            Whether any skill fits, the skills, and a warning.
         """
-        # More than `k` skills are needed if some of them will be left out.
         withholds = self.flagged == "withhold"
-        answer = self.router.route(query, MAX_SKILLS if filters or withholds else k)
+        may_leave_out = withholds or filters
+        answer = self.router.route(query, MAX_SKILLS if may_leave_out else k)
         pool = self.router.skills
 
         rows = []
         results = answer.skills if answer.fits else ()
         for result in results:
             skill = pool.get(result.skill_id)
-            if skill is None or (result.flags and withholds):
-                continue  # the pool has changed since, or the skill is withheld
-            if _matches(skill, filters or {}):
-                rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
+            is_withheld = withholds and result.flags
+            if skill is None or is_withheld or not _matches(skill, filters or {}):
+                continue
+            rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
         rows = rows[:k]
 
         if self.log is not None:
@@ -279,7 +280,8 @@ class Service:
         if folder is not None:
             lines.append(f"Folder of its files: {folder}")
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
-        return "\n".join([*lines, fenced(untrusted_text(text, max_chars=len(text)))])
+        safe_text = untrusted_text(text, max_chars=len(text))
+        return "\n".join([*lines, fenced(safe_text)])
 
     def page(self, start: int, describe: Callable[[Skill], Entries]) -> Page:
         """Return one page of a list of skills, or of their files. Withheld skills are left out.
@@ -298,10 +300,7 @@ class Service:
         return Page(entries, end if end < len(pool) else None)
 
     def _folder(self, skill: Skill) -> str | None:
-        """Return the absolute path of a skill's folder, if it is known and clients may see it.
-
-        A path that does not fit on one line of text is not returned, because it could hold orders.
-        """
+        """Return the absolute path of a skill's folder, if it is known and clients may see it."""
         file = find_skill_file(skill) if self.shows_folders else None
         return str(file.parent) if file and str(file).isprintable() else None
 
@@ -332,15 +331,10 @@ class Service:
     def update(self, watched_folders: Sequence[Path]) -> None:
         """Bring the router up to date with its folder and with the watched folders.
 
-        Other processes may have written into the router's folder. Files are compared at each call,
-        because not every file system reports changes. Skills that are removed are printed.
-
-        Raises:
-            SkilltrainError: As `Router.update`.
+        Skills that are removed are printed.
         """
         self.router.refresh()
         stamps = [file_stamps(folder, SOURCE_FILES) for folder in watched_folders]
-        # The index belongs to the state, because another process may have replaced it.
         state = (stamps, self.router.index)
         if not watched_folders or state == self._last_state:
             return
@@ -367,9 +361,9 @@ class Service:
             await self.run_timed(name, work)
         except Exception as error:
             fault = f"{name}: {error}"
-        if fault and fault != self._last_faults.get(name):
+        if fault and fault != self._last_fault_by_task.get(name):
             say(fault)
-        self._last_faults[name] = fault
+        self._last_fault_by_task[name] = fault
 
 
 def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Contents:
@@ -416,8 +410,8 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
 def skill_uri(skill: Skill) -> str:
     """Return the URI of a skill: `skill://ID/SKILL.md`, or `skill://by-id/ID/NAME/SKILL.md`.
 
-    SEP-2640 demands the skill's name before SKILL.md. So the second form is for ids that do not end
-    in the name. Skills that do not follow the Agent Skills specification have the first form.
+    The second form is for ids that do not end in the skill's name. Skills that do not follow the
+    Agent Skills specification have the first form.
     """
     path = skill.skill_id
     if _follows_specification(skill) and path.rpartition("/")[2] != skill.name:
@@ -436,9 +430,7 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
     while "/" in folder:
         folder = folder.rpartition("/")[0]
         path = unquote(folder.removeprefix(URI_SCHEME))
-        # The path is the skill's id ("docs/pdf-merge"), or has the id and the name
-        # ("by-id/docs/17/pdf-merge").
-        id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
+        id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]  # by-id/ID/NAME
         for skill_id in (path, id_before_name):
             skill = skills.get(skill_id)
             if skill is not None and skill_uri(skill) == folder + _URI_FILE:
@@ -449,8 +441,7 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
 def skill_files(skill: Skill) -> dict[str, bytes]:
     """Return the content of each file of a skill by URI, beginning with the indexed SKILL.md.
 
-    The other files are read from its folder, if that is on this machine. Links, hidden files and
-    files beyond the limits of the safety screening are left out.
+    Links, hidden files and files beyond the limits of the safety screening are left out.
     """
     uri = skill_uri(skill)
     files = {uri: skill_text(skill).encode()}
@@ -459,9 +450,8 @@ def skill_files(skill: Skill) -> dict[str, bytes]:
         bundled_files, _ = read_bundled_files(skill_file.parent)
         folder = uri.removesuffix(_URI_FILE)
         for file in bundled_files:
-            # As bytes, because a name need not be UTF-8.
-            path = quote(os.fsencode(file.path.as_posix()))
-            files[f"{folder}/{path}"] = file.content
+            path_bytes = os.fsencode(file.path.as_posix())
+            files[f"{folder}/{quote(path_bytes)}"] = file.content
     return files
 
 
