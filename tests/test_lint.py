@@ -39,7 +39,7 @@ def skills(tmp_path):
     return tmp_path / "skills"
 
 
-def found(folder):
+def findings_of(folder):
     """Return the id, the rule and the other id of each finding."""
     return [(finding.skill_id, finding.rule, finding.other_id) for finding in lint(folder)]
 
@@ -71,14 +71,22 @@ def test_good_skills_have_no_finding(skills):
 def test_fault_has_its_rule(skills, text, rules):
     write(skills, "bike", text)
 
-    assert [rule for _, rule, _ in found(skills)] == rules
+    assert [rule for _, rule, _ in findings_of(skills)] == rules
 
 
 def test_unreadable_file_is_named(skills):
     (skills / "bike").mkdir()
     (skills / "bike" / "SKILL.md").write_bytes(b"\x00\x01\x02" * 50)
 
-    assert ("bike", "not_text", None) in found(skills)
+    assert ("bike", "not_text", None) in findings_of(skills)
+
+
+def test_yaml_fault_has_its_line(skills):
+    write(skills, "bike", "---\nname: bike\ndescription: Mend it: now.\n---\nTurn it.")
+
+    (finding,) = lint(skills)
+
+    assert "no YAML: mapping values are not allowed here at line 3" in finding.problem
 
 
 def test_copies_are_named_once(skills):
@@ -86,7 +94,7 @@ def test_copies_are_named_once(skills):
     for name, use in {"bike": "a tyre is flat", "cycle": "a wheel has lost its air"}.items():
         write(skills, name, skill_text(name, f"Mend bicycle tyres. Use when {use}.", body))
 
-    assert found(skills) == [("cycle", "near_duplicate", "bike")]
+    assert findings_of(skills) == [("cycle", "near_duplicate", "bike")]
 
 
 def test_collision_names_the_pair(skills):
@@ -104,7 +112,7 @@ def test_skill_for_users_is_no_finding(skills):
     text = skill_text("ship", "Ship the build when it is green.\ndisable-model-invocation: on", "x")
     write(skills, "ship", text)
 
-    assert found(skills) == []
+    assert findings_of(skills) == []
 
 
 def test_findings_end_with_exit_code_one(skills):

@@ -145,7 +145,9 @@ def _check_collisions(skills: Sequence[Skill], clusters: Mapping[str, int]) -> I
             continue
         problem = f"the description leads to {other_id} first"
         terms = ", ".join(best[0].why.terms[:_MAX_TERMS])
-        fix = f"say in both descriptions what only one of them does; both use: {terms}"
+        fix = "say in both descriptions what only one of them does"
+        if terms:
+            fix += f"; both use: {terms}"
         yield Finding(skill.skill_id, "collision", problem, fix, other_id)
 
 

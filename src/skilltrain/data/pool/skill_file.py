@@ -339,10 +339,12 @@ def header_fault(text: str) -> str | None:
     if not closing:
         return "the closing --- of the front matter is missing"
 
+    header = "\n" + _clean_header(text[opening.end() : closing.start()])  # lines as in the file
     try:
-        value = yaml.load(_clean_header(text[opening.end() : closing.start()]), yaml.BaseLoader)
+        value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
-        return f"the front matter is no YAML: {one_line(str(error))}"
+        reason = one_line(str(error)).replace('in "<unicode string>", line', "at line")
+        return f"the front matter is no YAML: {reason}"
     return None if isinstance(value, dict) else "the front matter has no keys"
 
 
