@@ -61,7 +61,7 @@ class Skill:
         url: Web page of the skill, http or https.
         stars: Number of stars of its repository.
         updated_at: ISO date, or date and time, of its last change.
-        when_to_use: Field of the SKILL.md header. Some agents read it with the description.
+        when_to_use: Field of the SKILL.md header. `description` contains it too.
         files: Files beside SKILL.md, relative to its folder. Empty: there are none.
         root: Folder or file on this machine that the skill was read from, as an absolute path. It
             is neither compared nor stored.

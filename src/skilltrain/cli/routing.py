@@ -89,7 +89,8 @@ QueryFiles = Annotated[
     list[Path] | None,
     typer.Option(
         help="file of queries, a line each: "
-        '{"query": "join two PDFs", "skill_ids": ["pdf-merge"]}; may be repeated'
+        '{"query": "join two PDFs", "skill_ids": ["pdf-merge"]}; or a folder of skills with '
+        "evals/trigger-eval.json; may be repeated"
     ),
 ]
 ChatModel = Annotated[

@@ -39,8 +39,9 @@ from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
 from skilltrain.data.sampling import is_drawn
+from skilltrain.data.trigger_evals import UNSERVED_FILE, query_rows, unserved_rows
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import check_regular, read_jsonl
+from skilltrain.files import check_regular, read_jsonl, write_jsonl
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
@@ -70,7 +71,7 @@ class Queries(Stage):
         min_length=1,
         description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has "
         "query or text, and skill_ids or required; optional useful, rejected, irrelevant, "
-        "query_id, origin, split, kind",
+        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json",
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
@@ -151,12 +152,14 @@ class Queries(Stage):
             raise SkilltrainError("nothing-left", problem, fix=f"all reasons are in {file}")
 
         write_queries(queries, judgements, dropped, out)
+        num_unserved = _write_unserved(self.files, out)
         return {
             "num_queries": len(queries),
             "num_by_split": counted(query.split for query in queries),
             "num_by_kind": counted(query.kind for query in queries),
             "num_by_verdict": counted(judgement.verdict for judgement in judgements),
             "num_dropped": counted(row.filter for row in dropped),
+            "num_unserved": num_unserved,
             "profile": query_profile([query.text for query in queries]),
         }
 
@@ -393,6 +396,16 @@ def _check_group(group_id: str | None, judged: JudgedQuery) -> None:
         raise SkilltrainError("invalid-row", problem, where=judged.where)
 
 
+def _write_unserved(files: Iterable[Path], out: Path) -> int:
+    """Write the queries of trigger evaluations that no skill serves, and return their number."""
+    rows: list[dict[str, str]] = []
+    for folder in filter(Path.is_dir, files):
+        rows += unserved_rows(folder)
+    if rows:
+        write_jsonl(out / UNSERVED_FILE, rows)
+    return len(rows)
+
+
 def check_query_files(files: Iterable[Path]) -> None:
     """Check that files can be read, and that their rows have the form of queries."""
     for file in files:
@@ -402,6 +415,9 @@ def check_query_files(files: Iterable[Path]) -> None:
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a query file, each with a text that names the file and the row."""
+    if path.is_dir():
+        yield from query_rows(path)
+        return
     check_regular(path)
     kind = path.suffix.lower()
     if kind in (".jsonl", ".gz"):

@@ -35,6 +35,7 @@ from pydantic import Field
 
 from skilltrain.config import InputPath, Seed
 from skilltrain.data.near_duplicates import copies_of
+from skilltrain.data.trigger_evals import UNSERVED_FILE
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_json
 from skilltrain.metrics.benchmarks.benchmark import Task, add_copies, check_pool
@@ -93,7 +94,9 @@ class Calibrate(Stage):
         default=None, description="CLUSTERS of the pool: copies of gold count as right"
     )
     unserved: InputPath | None = Field(
-        default=None, description="JSON Lines of further queries (key `query`) that no skill serves"
+        default=None,
+        description="JSON Lines of further queries (key `query`) that no skill serves; null: "
+        f"{UNSERVED_FILE} of the folder `queries`, if it is there",
     )
     answered: float | None = Field(
         default=None,
@@ -169,8 +172,9 @@ class Calibrate(Stage):
     def _route_unserved(self, router: Router) -> list["Case"]:
         """Route the package's general requests and the user's requests that no skill serves."""
         cases = route_unserved(router, GENERAL_REQUESTS, "general")
-        if self.unserved is not None:
-            cases += route_unserved(router, self.unserved, "unserved")
+        unserved = self.unserved or self.queries / UNSERVED_FILE
+        if unserved.is_file():
+            cases += route_unserved(router, unserved, "unserved")
         return cases
 
 

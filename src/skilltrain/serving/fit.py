@@ -72,7 +72,9 @@ class FitConfig(Config):
     )
     out: Path = Field(description="folder to write: the router, and the results of all steps")
     queries: tuple[Path, ...] = Field(
-        default=(), description="files of queries; none: `llm` writes them"
+        default=(),
+        description="files of queries, or folders of skills with evals/trigger-eval.json; none: "
+        "`llm` writes them",
     )
     llm: dict[str, Any] = Field(
         default={"kind": "own_text"},

@@ -36,7 +36,9 @@ from skilltrain.data.pool.skill_file import (
     MAX_FILES,
     SKILL_FILE,
     bundled_paths,
+    dropped_for_users,
     dropped_skill,
+    is_for_users_only,
     parse_skill_file,
     skill_from_row,
 )
@@ -440,6 +442,8 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         return dropped_skill(skill_id, "unreadable", f"{name}: {error.strerror}")
     if text is None:
         return dropped_skill(skill_id, "not_text", f"{name} is not text")
+    if is_for_users_only(text):
+        return dropped_for_users(skill_id)
     skill = parse_skill_file(text, skill_id, path.parent.name, source)
     if not (skill.body or skill.description):
         return dropped_skill(skill_id, "empty_body", "the skill has neither description nor body")

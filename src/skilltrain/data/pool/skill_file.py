@@ -12,6 +12,9 @@ Notes:
     - In such frontmatter an indented line has a key of its own only if the key above has its value
       beside it. Otherwise the line is that value.
     - libyaml overflows the C stack on deeply nested input, so the Python loader reads headers.
+    - `user-invocable: false` hides a skill from the user's menu only. Models may still start it.
+    - Agents list `when_to_use` after the description. Both together stay within the length that
+      the Agent Skills specification allows for a description, or the skill would not be listed.
 """
 
 import math
@@ -29,10 +32,13 @@ from skilltrain.records import SKILL_FACTS, Dropped, Skill
 from skilltrain.texts import clean_text, one_line
 
 SKILL_FILE = "SKILL.md"
+FOR_USERS_ONLY = "for_users_only"
+"""`filter` of a row in DROPPED for a skill that no model may start."""
 MAX_HEADER_CHARS = 65_536  # of frontmatter, and of each text in it; the rest is cut
 MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 # Items of a list in a header. With YAML aliases a small file can repeat a long text many times.
 MAX_ITEMS = 256
+MAX_LISTED_CHARS = 1_024  # of a description in the Agent Skills specification
 MAX_FILES = 500  # beside a SKILL.md; others are neither listed nor screened nor copied
 ID_COLUMNS = ("skill_id", "id")
 BODY_COLUMNS = ("body", "content", "skill_md")
@@ -54,6 +60,7 @@ _URL = re.compile(r"https?://\S+", re.IGNORECASE)
 _CONTROL = re.compile("[\x01-\x08\x0b\x0e-\x1f]")  # characters that YAML forbids
 # First line of frontmatter, after HTML comments.
 _OPENING = re.compile(r"(?:(?><!--.*?-->)\s*)*---[ \t]*\n", re.DOTALL)
+_BEFORE_HEADER = "\ufeff \t\n"
 _CLOSING = re.compile(r"^(?:---|\.\.\.)[ \t]*$", re.MULTILINE)
 _HEADING = re.compile(r"\n[ \t]*\n#+ ")  # of Markdown, after an empty line
 # `key: value`, and no URL
@@ -61,7 +68,16 @@ _KEY = re.compile(r"""["']?([A-Za-z_][\w-]*)["']?[ \t]*:(?!//)[ \t]*(.*)""")
 # Starts of lines in Markdown that are no prose
 _NO_PROSE = ("#", "<", "|", "---", "===", "![", "[![")
 _TEXT_FIELDS = ("name", "description", "category", "lang", "license")
-_FIELDS = (*_TEXT_FIELDS, "metadata")
+_FIELDS = (
+    *_TEXT_FIELDS,
+    "metadata",
+    "when_to_use",
+    "allowed_tools",
+    "disable_model_invocation",
+    "user_invocable",
+)
+_INVOCATION_KEY = re.compile("disable[-_]model[-_]invocation", re.IGNORECASE)
+_TRUE = re.compile(r"(?:true|yes|on)\b", re.IGNORECASE)  # a comment may follow
 _INDENTED_FIELD = re.compile(r" +(name|description)[ ]*:[ ]+(.*)")
 # Values of a key whose value is on the next lines.
 _BLOCK_MARKS = ("", "|", ">", "|-", ">-", "|+", ">+")
@@ -82,18 +98,42 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
     fields, body = split_header(clean_text(text))
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
     texts = {key: one_line(as_text(fields.get(key))) for key in _TEXT_FIELDS}
+    facts = _facts_in(metadata | fields)
+    description = texts["description"] or first_paragraph(body)
     lang = texts["lang"].lower()[:2]  # en-US becomes en
     return Skill(
         skill_id,
         name=texts["name"] or one_line(clean_text(fallback_name)),
-        description=texts["description"] or first_paragraph(body),
+        description=_with_use(description, facts["when_to_use"] or ""),
         body=body.strip(),
         category=texts["category"] or one_line(as_text(metadata.get("category"))) or None,
         lang=lang if _LANG.fullmatch(lang) else None,
         source=source,
         license=texts["license"] or None,
-        **_facts_in(metadata | fields),
+        **facts,
     )
+
+
+def _with_use(description: str, when_to_use: str) -> str:
+    """Return a description that goes on with `when_to_use`, cut to `MAX_LISTED_CHARS`."""
+    if when_to_use in description:
+        return description
+    max_chars = max(len(description), MAX_LISTED_CHARS)  # a long description is not cut
+    return f"{description} {when_to_use}"[:max_chars].strip()
+
+
+def is_for_users_only(text: str) -> bool:
+    """Return whether the author of a SKILL.md forbids that a model starts the skill."""
+    if not _INVOCATION_KEY.search(text):
+        return False
+    fields, _ = split_header(clean_text(text))
+    return _TRUE.match(as_text(fields.get("disable_model_invocation"))) is not None
+
+
+def dropped_for_users(skill_id: str) -> Dropped:
+    """Return the row of DROPPED for a skill that only users may start."""
+    reason = "only users may start it (disable-model-invocation: true)"
+    return dropped_skill(skill_id, FOR_USERS_ONLY, reason)
 
 
 def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | Dropped:
@@ -120,6 +160,8 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     last_part_of_id = skill_id.rsplit("/", 1)[-1]
     fallback_name = one_line(name or last_part_of_id)
     if body_column in ("content", "skill_md"):
+        if is_for_users_only(values[body_column]):
+            return dropped_for_users(skill_id)
         skill = parse_skill_file(values[body_column], skill_id, fallback_name)
     else:
         skill = Skill(skill_id, fallback_name, "", values["body"].strip())
@@ -141,6 +183,8 @@ def _add_columns(
         source: Source of a row that names none.
     """
     description = values["description"][:MAX_HEADER_CHARS].strip()
+    if description:
+        description = _with_use(description, skill.when_to_use or "")
     known_facts = {key: fact for key, fact in facts.items() if fact is not None}
     return replace(
         skill,
@@ -265,24 +309,48 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     A first block between lines `---` is frontmatter if it is empty or has a known key.
 
     Returns:
-        Text, list or map by key in lower case; the body.
+        Text, list or map by key, such as `when_to_use`; the body.
     """
-    text = text.lstrip("\ufeff \t\n")
+    text = text.lstrip(_BEFORE_HEADER)
     opening = _OPENING.match(text)
     closing = _CLOSING.search(text, opening.end()) if opening else None
     if not opening or not closing:
         return {}, text
 
-    header = text[opening.end() : closing.start()][:MAX_HEADER_CHARS].expandtabs(2)
-    header = _CONTROL.sub("", header)
+    header = _clean_header(text[opening.end() : closing.start()])
     fields = _read_yaml(header)
     if fields is None:  # not YAML
         fields = {} if _HEADING.search(header) else _read_lines(header.split("\n"))
 
+    fields = {key.replace("-", "_"): value for key, value in fields.items()}
     has_known_field = not fields.keys().isdisjoint(_FIELDS)
     if has_known_field or not header.strip():
         return fields, text[closing.end() :]
     return {}, text
+
+
+def header_fault(text: str) -> str | None:
+    """Return what is wrong with the frontmatter of a SKILL.md, or None."""
+    text = clean_text(text).lstrip(_BEFORE_HEADER)
+    opening = _OPENING.match(text)
+    if not opening:
+        return "the file does not begin with front matter"
+    closing = _CLOSING.search(text, opening.end())
+    if not closing:
+        return "the closing --- of the front matter is missing"
+
+    header = "\n" + _clean_header(text[opening.end() : closing.start()])  # lines as in the file
+    try:
+        value = yaml.load(header, yaml.BaseLoader)
+    except (yaml.YAMLError, RecursionError, ValueError) as error:
+        reason = one_line(str(error)).replace('in "<unicode string>", line', "at line")
+        return f"the front matter is no YAML: {reason}"
+    return None if isinstance(value, dict) else "the front matter has no keys"
+
+
+def _clean_header(header: str) -> str:
+    """Return frontmatter without characters that YAML forbids, cut to `MAX_HEADER_CHARS`."""
+    return _CONTROL.sub("", header[:MAX_HEADER_CHARS].expandtabs(2))
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:

@@ -1,0 +1,105 @@
+"""Trigger evaluations: queries that should, or should not, start a skill.
+
+The file `evals/trigger-eval.json` in the folder of a skill has a list of objects with `query` and
+`should_trigger`.
+
+Notes:
+    - One query may stand in the files of several skills. Any skill that expects it is right.
+    - The id of a skill is the path of its folder, as in the pool. No SKILL.md is read.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_json
+from skilltrain.metrics.benchmarks.rows import Row, parse_row
+from skilltrain.texts import clean_text, one_line
+
+TRIGGER_EVAL = "evals/trigger-eval.json"
+UNSERVED_FILE = "unserved.jsonl"
+"""File beside QUERIES with the queries that no skill is expected to serve."""
+ORIGIN = "trigger-eval"
+"""Origin of the queries."""
+
+
+class _TriggerRow(Row):
+    query: str
+    should_trigger: bool
+
+
+@dataclass(frozen=True)
+class TriggerQuery:
+    """A query of trigger evaluations.
+
+    Attributes:
+        text: Text of the query.
+        where: File and number of its first row.
+        expected: Ids of the skills that it should start.
+        unexpected: Ids of the skills that it should not start.
+    """
+
+    text: str
+    where: str
+    expected: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+
+
+def read_trigger_evals(*folders: Path) -> list[TriggerQuery]:
+    """Read the trigger evaluations below folders of skills.
+
+    Raises:
+        SkilltrainError: A file is broken, or there is no query.
+    """
+    queries: list[TriggerQuery] = []
+    for folder in folders:
+        queries += _read_folder(folder.resolve())
+    if not queries:
+        fix = f"write {TRIGGER_EVAL} in the folder of a skill"
+        raise SkilltrainError("not-found", "no trigger evaluation", where=folders[0], fix=fix)
+    return queries
+
+
+def _read_folder(root: Path) -> list[TriggerQuery]:
+    """Read the trigger evaluations below one folder, and join rows with the same text."""
+    queries_by_text: dict[str, TriggerQuery] = {}
+    for file in sorted(root.rglob(TRIGGER_EVAL)):
+        folder = file.parents[1]
+        path = folder.relative_to(root).as_posix()
+        skill_id = clean_text(root.name if folder == root else path)
+        for where, row in _read_rows(file):
+            text = one_line(clean_text(row.query))
+            query = queries_by_text.setdefault(text, TriggerQuery(text, where))
+            skill_ids = query.expected if row.should_trigger else query.unexpected
+            skill_ids.append(skill_id)
+    return [*queries_by_text.values()]
+
+
+def _read_rows(file: Path) -> Iterator[tuple[str, _TriggerRow]]:
+    """Yield the place and the content of each row of a file."""
+    rows = read_json(file)
+    if not isinstance(rows, list):
+        problem = "is no list of objects with query and should_trigger"
+        raise SkilltrainError("invalid-row", problem, where=file)
+    for number, values in enumerate(rows, 1):
+        where = f"{file}, row {number}"
+        row = parse_row(_TriggerRow, values, where)
+        if not one_line(row.query):
+            raise SkilltrainError("invalid-row", "query has no visible text", where=where)
+        yield where, row
+
+
+def query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the queries that some skill is expected to serve, as rows of a query file."""
+    for query in read_trigger_evals(folder):
+        if query.expected:
+            verdicts = {"skill_ids": query.expected, "irrelevant": query.unexpected}
+            yield query.where, {"query": query.text, "origin": ORIGIN, **verdicts}
+
+
+def unserved_rows(folder: Path) -> list[dict[str, str]]:
+    """Return the queries that no skill is expected to serve, as rows of `UNSERVED_FILE`."""
+    queries = read_trigger_evals(folder)
+    return [{"query": query.text} for query in queries if not query.expected]
