@@ -112,6 +112,21 @@ def test_only_adapter_trains(open_adapted, kind, precision):
         assert (outputs(model) - plain_outputs).abs().max() > 1e-3
 
 
+def test_adapter_gets_inputs_of_autocast(model_folders, tmp_path):
+    config = config_of(model_folders["qwen3"], tmp_path)
+    training = config.training.model_copy(update={"precision": "bfloat16"})
+    encoder = load_model(config.model_copy(update={"training": training, "adapter": SMALL}), CPU)
+    input_types = set()
+    for name, module in encoder.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda _, inputs: input_types.add(inputs[0].dtype))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs(encoder)
+
+    assert input_types == {torch.bfloat16}
+
+
 @EVERY_KIND
 def test_new_adapter_changes_nothing(open_adapted, kind):
     model, plain_outputs, _ = open_adapted(kind, "float32")

@@ -15,6 +15,8 @@ Notes:
       So the fast layout is switched off. As a side effect, `state_dict` returns weights in it to
       the ordinary layout.
     - A merge adds the change in float32, and rounds only the sum to the format of the weights.
+    - peft casts the inputs of an adapter to float32, its weights' format. Under autocast this is a
+      waste, because autocast casts them back to bfloat16.
     - peft has the target modules as a set, without a fixed order. So its config is sorted.
     - transformers leaves `is_loaded_in_4bit` set after `dequantize`.
 """
@@ -130,6 +132,15 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
             parameter.data = parameter.data.float()
     for head in _trained_heads(network):
         head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
+
+
+def keep_input_dtype(network: Any) -> None:
+    """Leave it to autocast to cast the inputs of adapters. All forward passes must use autocast."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in network.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
 
 
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:

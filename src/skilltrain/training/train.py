@@ -53,6 +53,7 @@ from skilltrain.models.adapters import (
     AdapterConfig,
     add_adapter,
     is_quantized,
+    keep_input_dtype,
     merge_adapter,
     quantizing_options,
 )
@@ -287,6 +288,8 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         model = load_reranker(source, device, options, new_head=True)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
+        if config.training.dtype_on(default_device()) == torch.bfloat16:
+            keep_input_dtype(model.network)
     return model
 
 
