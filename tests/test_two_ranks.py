@@ -128,6 +128,31 @@ def test_ranks_take_memory_settings_of_first_rank(launch):
     assert [result["memory_choice"] for result in results] == [(False, 2048)] * 2
 
 
+def test_ranks_draw_different_dropout(launch):
+    results, _ = launch
+
+    numbers = [result["random_number"] for result in results]
+
+    assert numbers[0] != numbers[1]
+
+
+def test_fsdp_copies_no_evaluation_inputs(launch):
+    results, _ = launch
+
+    assert [result["copied_inputs"] for result in results] == [[], []]
+
+
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
+@pytest.mark.parametrize("kind", ["zero2 encoder", "zero3 reranker"])
+def test_deepspeed_checks_gradient_before_update(launch, kind):
+    results, _ = launch
+
+    for result in results:
+        problem, has_moved = result["refused_steps"][kind]
+        assert "exceeds training.stop_grad_norm 0.001" in problem
+        assert not has_moved
+
+
 def test_ranks_agree_on_dev_metric(launch):
     results, _ = launch
 

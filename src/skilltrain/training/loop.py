@@ -7,7 +7,8 @@ Notes:
       of processes, so the loss is multiplied by it first. The launcher does not divide losses.
     - Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each rank
       would have to hold the whole gradient until the last batch.
-    - DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
+    - DeepSpeed updates the weights within `backward` if `sync_gradients` is true. A hook of the
+      optimiser checks its step, because the norm is not known earlier.
     - AdamW creates its moments in the first step, so the probe holds tensors of ones before it.
       Empty tensors would not do: a CPU only reserves their memory.
     - If a step has several batches, its later ones need memory beside the gradients of the first,
@@ -183,6 +184,7 @@ class Training:
         model: The step module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
         optimizer: The optimiser, wrapped by the launcher.
         position: Progress of the run.
+        batches: Batches of the current step, with the lists of all ranks.
         seconds_at_checkpoint: Seconds of the run until its last checkpoint.
     """
 
@@ -190,7 +192,7 @@ class Training:
         self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
     ) -> None:
         """Prepare the model and the optimiser. To resume, restore the newest checkpoint."""
-        set_seed(config.seed)
+        set_seed(config.seed, device_specific=True)  # another dropout mask on each rank
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
 
@@ -200,6 +202,9 @@ class Training:
         self.run = run
         optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
+        self.batches: Sequence[Batch] = ()
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            optimizer.register_step_pre_hook(self._check_deepspeed_step)
 
         position = None
         if run.resume:
@@ -303,6 +308,7 @@ class Training:
             batches: Batches of the step, with the lists of all ranks.
         """
         start_time = time.monotonic()
+        self.batches = batches
         num_queries = sum(len(batch) for batch in batches)
         mean_loss = self._backward(batches, num_queries)
         grad_norm = self._clip_gradients()
@@ -357,6 +363,15 @@ class Training:
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
+
+    def _check_deepspeed_step(self, *_: Any) -> None:
+        """Check the norm of the gradient before DeepSpeed changes the weights.
+
+        It changes them within `backward`. If the loss is not finite, neither is the norm.
+        """
+        zero_optimizer: Any = self.model.optimizer
+        grad_norm = float(zero_optimizer._global_grad_norm)
+        _check_step(0.0, grad_norm, self.batches, self.config.stop_grad_norm)
 
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm before clipping."""
