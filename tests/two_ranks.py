@@ -262,7 +262,8 @@ def refuse_step(kind: str, folder: Path, out: Path) -> tuple[str, bool]:
     before = local_weights(step)
     with pytest.raises(SkilltrainError) as error:
         training.run_remaining_steps()
-    has_moved = any(not torch.equal(*pair) for pair in zip(before, local_weights(step), strict=True))
+    weight_pairs = zip(before, local_weights(step), strict=True)
+    has_moved = any(not torch.equal(*pair) for pair in weight_pairs)
     return error.value.problem, has_moved
 
 
