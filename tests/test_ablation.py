@@ -321,7 +321,8 @@ def test_shipped_grids_can_be_planned(monkeypatch):
         encoders[file.stem] = {cell.runs["encoder"].out for cell in cells if "encoder" in cell.runs}
 
     # Grids share the training runs of encoders.
-    names = ["candidates_k", "filter", "inputs", "listwise_pointwise", "random_negatives"]
+    names = ["candidates_k", "filter", "inputs", "listwise_pointwise", "optimizers"]
+    names += ["random_negatives"]
     assert [*encoders] == names
     assert encoders["filter"] & encoders["random_negatives"] & encoders["inputs"]
     assert encoders["candidates_k"] == encoders["listwise_pointwise"] <= encoders["filter"]

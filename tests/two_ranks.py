@@ -236,6 +236,7 @@ def copied_inputs(bert: Path, reranker: Path) -> list[str]:
     """Return the kinds of evaluation inputs that FSDP2 with mixed precision copies."""
     encoder_step = step_of("fsdp2 encoder", bert)
     reranker_step = step_of("fsdp2 reranker in bfloat16", reranker)
+    assert isinstance(reranker_step, RerankerStep)
     pairs = [reranker_step.make_pairs(each) for each in reranker_step.data.lists[:2]]
     cases = [
         (encoder_step, TextsToEncode([[2, 9, 3], [2, 7, 7, 3]])),

@@ -98,7 +98,7 @@ def resolve_model(source: str, weights: bool = True, code: bool = False) -> Path
     """Return the folder of a model, and download the model from the Hub if necessary.
 
     Args:
-        source: A folder, a Hub id owner/name, or package:NAME of an installed package.
+        source: A folder, a Hub id owner/name, or package:NAME.
         weights: Whether to download the weights too.
         code: Whether to download Python code too.
     """
@@ -300,10 +300,7 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
         auto_class: A class of transformers, such as AutoTokenizer.
         folder: Folder of the model.
         part: Name of the loaded part, for errors.
-        **options: Further arguments of `from_pretrained`. By default, no code of the model runs.
-
-    Raises:
-        SkilltrainError: A file is damaged, or the model needs code of its own.
+        **options: Further arguments. By default, no code of the model runs.
     """
     from transformers.utils import logging
 
@@ -314,9 +311,7 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
         return auto_class.from_pretrained(str(folder), **{"trust_remote_code": False, **options})
     except Exception as error:  # from a damaged file
         if "trust_remote_code" in str(error):
-            fault = "the model brings Python code of its own, which is not run"
-            fix = "read the code, and set trust_remote_code: true beside source if you trust it"
-            raise SkilltrainError("remote-code", fault, where=folder, fix=fix) from error
+            raise _code_refused(folder) from error
         message = printable(str(error), 300) or type(error).__name__
         raise SkilltrainError(
             "unreadable-model", f"cannot load the {part}: {message}", where=folder
@@ -325,15 +320,21 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
         logging.set_verbosity(verbosity)
 
 
+def _code_refused(folder: Path) -> SkilltrainError:
+    """Return the error for a model that needs code of its own."""
+    fault = "the model brings Python code of its own, which is not run"
+    fix = "read the code, and set trust_remote_code: true beside source if you trust it"
+    return SkilltrainError("remote-code", fault, where=folder, fix=fix)
+
+
 def load_model_config(folder: Path, runs_code: bool = False) -> Any:
     """Load config.json, and check that its network fits the weights in the files.
 
     Args:
-        folder: Folder of the model.
         runs_code: Whether the model's own code may run.
 
     Raises:
-        SkilltrainError: The files are damaged, or have far fewer weights than the network.
+        SkilltrainError: The files are damaged, or have far fewer weights.
     """
     from transformers import AutoConfig, AutoModel
 

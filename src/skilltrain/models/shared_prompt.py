@@ -168,8 +168,7 @@ class PackedTexts:
         The row has their common prompt, then the rest of each text.
 
         Args:
-            query: Queries of all tokens of the row.
-            key: Keys. Several heads of the queries may share a head. Values likewise.
+            key: Keys. Several heads of queries may share a head. Values likewise.
             **settings: Scale and dropout of SDPA.
         """
         sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -226,8 +225,7 @@ class VarlenTexts(PackedTexts):
         """Compute causal attention of all texts, by flash attention where possible.
 
         Args:
-            query: Queries of all tokens of the row.
-            key: Keys. Several heads of the queries may share a head. Values likewise.
+            key: Keys. Several heads of queries may share a head. Values likewise.
             **settings: Scale and dropout of SDPA.
         """
         if not self.is_on_gpu or value.dtype != torch.bfloat16 or settings["dropout_p"]:
@@ -326,18 +324,23 @@ def shared_prompt_attention(
 
     Args:
         module: The attention layer.
-        attention_mask: Mask of padded texts, empty for packed texts.
-        packed: Texts in one row. None: padded texts.
+        attention_mask: Mask of padded texts; empty for packed ones.
+        packed: Texts in one row, if they are packed.
         **options: Scale and dropout, by transformers' names.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed is None:
-        if attention_mask is not None and attention_mask.numel() == 0:
-            raise RuntimeError("the decoder does not hand its arguments on to attention")
+        _check_mask(attention_mask)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     return packed.attend(query, key, value, **settings), None
+
+
+def _check_mask(attention_mask: Tensor | None) -> None:
+    """Check that a decoder has not dropped packed texts, which have an empty mask."""
+    if attention_mask is not None and attention_mask.numel() == 0:
+        raise RuntimeError("the decoder does not hand its arguments on to attention")

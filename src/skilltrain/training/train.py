@@ -467,15 +467,16 @@ def _find_contaminations(
 
 
 def check_fits(config: Train) -> None:
-    """Check that weights, gradients and moments fit on the GPU, before any weight is read."""
+    """Check that weights, gradients and the optimiser fit on the GPU, before a weight is read."""
     device = default_device()
     if device.type != "cuda" or is_quantized(config.adapter):
         return
-    needed_bytes = held_bytes(load_model(config, torch.device("meta")))
+    model = load_model(config, torch.device("meta"))
+    needed_bytes = held_bytes(model, config.training.optimizer)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     if needed_bytes > gpu_bytes:
         fault = (
-            f"its weights, gradients and AdamW's moments take {needed_bytes / GIB:.1f} GiB on each "
+            f"its weights, gradients and optimiser take {needed_bytes / GIB:.1f} GiB on each "
             f"GPU, which has {gpu_bytes / GIB:.1f}"
         )
         fix = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"
