@@ -363,3 +363,17 @@ def test_merging_makes_all_layers_plain(open_quantized):
 def test_width_without_whole_blocks_is_refused(open_quantized):
     with raises("unsupported-model"):
         add_adapter(open_quantized(96), NF4)
+
+
+def test_sharded_4_bit_weights_merge_alike(save_wide):
+    """FSDP2 stores two bytes of 4-bit weights as one number."""
+    merged = []
+    for sharded in (False, True):
+        options = {"dtype": torch.float32, **quantizing_options(NF4, sharded=sharded)}
+        network = AutoModel.from_pretrained(save_wide(64), **options).eval()
+        torch.manual_seed(0)
+        add_adapter(network, NF4)
+        merged.append(merge_adapter(network).state_dict())
+
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(merged[0][name], value) for name, value in merged[1].items())

@@ -18,10 +18,11 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from skilltrain.distributed import made_by_first_rank
+from skilltrain.distributed import made_by_first_rank, rank_and_world
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
 from skilltrain.metrics.measures import Relevance
+from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import RerankerConfig, load_reranker
@@ -85,6 +86,7 @@ CASES = {
     # Tolerance of the losses, not of the weights. The rounding of bfloat16 depends on the CPU:
     # without AVX the third loss differs by .022.
     "fsdp2 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
+    "fsdp2 4-bit encoder in bfloat16": Case("qwen3_wide", 0.05, recompute=True),
     "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
 }
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -106,6 +108,13 @@ def step_of(kind: str, folder: Path) -> Step:
     data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
     is_bert = "bert" in folder.name
+    if "4-bit" in kind:
+        adapter = AdapterConfig(rank=4, alpha=8, quantize="nf4")
+        options = quantizing_options(adapter, sharded=rank_and_world()[1] > 1)
+        torch.manual_seed(0)
+        encoder = load_encoder(EncoderConfig(source=str(folder)), CPU, options)
+        add_adapter(encoder.network, adapter)
+        return EncoderStep(encoder, InfoNCE(), data, settings)
     if "encoder" in kind:
         encoder = load_encoder(EncoderConfig(source=str(folder)), CPU)
         settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
@@ -145,6 +154,8 @@ def precision_of(kind: str) -> Precision:
 
 def can_run(kind: str) -> bool:
     """Return whether the packages of a case are installed."""
+    if "4-bit" in kind:
+        return importlib.util.find_spec("bitsandbytes") is not None
     return HAS_DEEPSPEED or not kind.startswith("zero")
 
 

@@ -14,6 +14,7 @@ Notes:
       layer changes to it at the first evaluation, and then no gradient passes through its weights.
       So the fast layout is switched off. As a side effect, `state_dict` returns weights in it to
       the ordinary layout.
+    - FSDP2 casts what it shards to bfloat16, so 4-bit weights are stored as such numbers there.
     - A merge adds the change in float32, and rounds only the sum to the format of the weights.
     - peft casts the inputs of an adapter to float32, its weights' format. Under autocast this is a
       waste, because autocast casts them back to bfloat16.
@@ -73,13 +74,13 @@ def is_quantized(adapter: AdapterConfig | None) -> bool:
     return adapter is not None and adapter.quantize != "none"
 
 
-def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
+def quantizing_options(adapter: AdapterConfig | None, sharded: bool = False) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that load a network in 4 bits.
 
     There are none if the adapter does not quantise.
 
-    Raises:
-        SkilltrainError: bitsandbytes is not installed.
+    Args:
+        sharded: Whether ranks will hold shards of the network.
     """
     if not is_quantized(adapter):
         return {}
@@ -93,6 +94,7 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16 if sharded else torch.uint8,
         llm_int8_skip_modules=[*_HEAD_NAMES],
     )
     return {"quantization_config": config}

@@ -208,9 +208,9 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
         fault = f"training.optimizer {config.optimizer.name} cannot be combined with {kind.value}"
         fix = "use launch/ddp.yaml, or the optimizer adamw"
         raise SkilltrainError("unsupported-launcher", fault, fix=fix)
-    if quantized and is_sharded:
+    if quantized and kind == DistributedType.DEEPSPEED:
         fault = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
-        fix = "use launch/ddp.yaml, or adapter.quantize=none"
+        fix = "use launch/fsdp2.yaml, or adapter.quantize=none"
         raise SkilltrainError("unsupported-launcher", fault, fix=fix)
 
 

@@ -80,7 +80,7 @@ class Adafactor(OptimizerConfig):
 
     bytes_per_weight = 0
     name: Literal["adafactor"] = "adafactor"
-    max_update: float = Field(default=1.0, gt=0, description="updates are clipped to this RMS")
+    max_update: float = Field(default=1.0, ge=1, description="updates are clipped to this RMS")
 
     def create(self, groups: ParameterGroups, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.Adafactor(groups, lr=learning_rate, d=self.max_update)

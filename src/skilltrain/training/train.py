@@ -278,7 +278,7 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     """
     source = config.model.model_copy(update={"precision": _weight_precision(config)})
     set_seed(config.training.seed)  # for new layers
-    options = quantizing_options(config.adapter)
+    options = quantizing_options(config.adapter, sharded=shards_state())
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
