@@ -46,6 +46,7 @@ def model_folders(tmp_path_factory):
         "qwen3_base_tokenizer": save_qwen3(
             root / "qwen3_base_tokenizer", reranker=False, appends_end=False
         ),
+        "qwen3_wide": save_qwen3(root / "qwen3_wide", reranker=False, width=64),  # for 4 bits
         "qwen3_reranker": save_qwen3(root / "qwen3_reranker", reranker=True),
     }
 

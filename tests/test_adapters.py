@@ -112,6 +112,21 @@ def test_only_adapter_trains(open_adapted, kind, precision):
         assert (outputs(model) - plain_outputs).abs().max() > 1e-3
 
 
+def test_adapter_gets_inputs_of_autocast(model_folders, tmp_path):
+    config = config_of(model_folders["qwen3"], tmp_path)
+    training = config.training.model_copy(update={"precision": "bfloat16"})
+    encoder = load_model(config.model_copy(update={"training": training, "adapter": SMALL}), CPU)
+    input_types = set()
+    for name, module in encoder.named_modules():
+        if name.endswith("lora_A.default"):
+            module.register_forward_pre_hook(lambda _, inputs: input_types.add(inputs[0].dtype))
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outputs(encoder)
+
+    assert input_types == {torch.bfloat16}
+
+
 @EVERY_KIND
 def test_new_adapter_changes_nothing(open_adapted, kind):
     model, plain_outputs, _ = open_adapted(kind, "float32")
@@ -348,3 +363,17 @@ def test_merging_makes_all_layers_plain(open_quantized):
 def test_width_without_whole_blocks_is_refused(open_quantized):
     with raises("unsupported-model"):
         add_adapter(open_quantized(96), NF4)
+
+
+def test_sharded_4_bit_weights_merge_alike(save_wide):
+    """FSDP2 stores two bytes of 4-bit weights as one number."""
+    merged = []
+    for sharded in (False, True):
+        options = {"dtype": torch.float32, **quantizing_options(NF4, sharded=sharded)}
+        network = AutoModel.from_pretrained(save_wide(64), **options).eval()
+        torch.manual_seed(0)
+        add_adapter(network, NF4)
+        merged.append(merge_adapter(network).state_dict())
+
+    assert merged[0].keys() == merged[1].keys()
+    assert all(torch.equal(merged[0][name], value) for name, value in merged[1].items())

@@ -43,6 +43,8 @@ PLACES = {
     "measures": "metrics",
     "benchmark": "metrics",
     "analyses": "evaluation",
+    "optimizers": "training",
+    "schedulers": "training",
     "prompts": "data",
     "stages": "data",
     "commands": "cli",

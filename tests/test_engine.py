@@ -55,12 +55,6 @@ FIX = (
         ),
         ((DistributedType.DEEPSPEED, 2, 0), {}, False, "DeepSpeed's ZeRO stage 0 shares nothing"),
         (
-            (DistributedType.FSDP,),
-            {},
-            True,
-            "4-bit weights (adapter.quantize) cannot be combined with FSDP",
-        ),
-        (
             (DistributedType.DEEPSPEED, 2, 2),
             {},
             True,

@@ -126,7 +126,7 @@ def test_weight_repeats_list_in_epoch():
 def test_only_matrices_decay():
     model = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
 
-    matrices, vectors = new_optimizer(model, 1e-3, 0.01).param_groups
+    matrices, vectors = new_optimizer(model, CONFIG).param_groups
 
     assert matrices["weight_decay"] == 0.01
     assert [parameter.shape for parameter in matrices["params"]] == [(3, 2)]

@@ -17,6 +17,7 @@ from skilltrain.training.memory import (
     held_bytes,
     weight_bytes,
 )
+from skilltrain.training.optimizers import AdamW
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepSettings
 from training_data import training_set
@@ -43,7 +44,7 @@ def bytes_needed(step, recompute, token_budget):
 
 def choose(step, monkeypatch, activation_limit, **settings):
     """Choose settings where activations may take so many bytes. Return both settings."""
-    available = held_bytes(step) - weight_bytes(step) + activation_limit
+    available = held_bytes(step, AdamW()) - weight_bytes(step) + activation_limit
     monkeypatch.setattr(memory, "available_bytes", lambda device: available)
     config = TrainingConfig(batch_size=NUM_LISTS, precision="float32", **settings)
     fit_into_memory(step, config, CPU)
@@ -131,7 +132,7 @@ def test_weights_gradients_and_moments_are_held(open_encoder_of):
     encoder = open_encoder_of("bert").to(torch.bfloat16)
     num_parameters = sum(parameter.numel() for parameter in encoder.parameters())
 
-    assert held_bytes(encoder) == num_parameters * (2 + 2 + 8)
+    assert held_bytes(encoder, AdamW()) == num_parameters * (2 + 2 + 8)
 
 
 def test_frozen_weights_have_no_gradients_and_moments(open_encoder_of):
@@ -141,16 +142,16 @@ def test_frozen_weights_have_no_gradients_and_moments(open_encoder_of):
     trained = [parameter for parameter in encoder.parameters() if parameter.requires_grad]
     num_trained = sum(parameter.numel() for parameter in trained)
 
-    assert held_bytes(encoder) == num_frozen * 4 + num_trained * (4 + 4 + 8)
+    assert held_bytes(encoder, AdamW()) == num_frozen * 4 + num_trained * (4 + 4 + 8)
 
 
 def test_sharded_state_is_shared_by_the_ranks(open_encoder_of, monkeypatch):
     encoder = open_encoder_of("bert")
-    alone = held_bytes(encoder)
+    alone = held_bytes(encoder, AdamW())
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
 
-    assert held_bytes(encoder) == alone / 2
+    assert held_bytes(encoder, AdamW()) == alone / 2
 
 
 def new_training(step, folder, **settings):

@@ -282,11 +282,36 @@ def test_accelerate_knows_keys_of_launch_config(name: str):
 
     config = load_config_from_file(str(LAUNCH_CONFIGS[name]))  # refuses unknown keys at the top
 
-    assert config.num_processes % config.num_machines == 0
+    if config.num_processes != "gpu":
+        assert config.num_processes % config.num_machines == 0
     assert config.mixed_precision is None, "the recipe sets the precision"
     for section in yaml.safe_load(LAUNCH_CONFIGS[name].read_text()).values():
         if isinstance(section, dict):
             assert section.keys() <= options.keys()
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp2", "zero2", "zero3"])
+def test_launcher_takes_all_gpus(name: str, monkeypatch: pytest.MonkeyPatch):
+    from accelerate.commands.launch import launch_command, launch_command_parser
+
+    if "zero" in name:
+        pytest.importorskip("deepspeed")
+    numbers = []  # of processes, as torchrun understands them
+    run = "torch.distributed.run.run"
+    monkeypatch.setattr(run, lambda arguments: numbers.append(arguments.nproc_per_node))
+    for options in ([], ["--num_processes", "2"]):
+        command = ["--config_file", str(LAUNCH_CONFIGS[name]), *options, "recipe.yaml"]
+
+        launch_command(launch_command_parser().parse_args(command))
+
+    assert numbers == ["gpu", "2"]
+
+
+@pytest.mark.parametrize("name", ["sr_emb_0.6b", "sr_emb_8b", "sr_emb_8b_full", "r3_emb_0.6b"])
+def test_encoder_recipe_pads_nothing(name: str):
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+
+    assert recipe["training"]["varlen"] is True
 
 
 def test_shell_scripts_are_valid():

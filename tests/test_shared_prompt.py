@@ -4,6 +4,7 @@ import functools
 import itertools
 import random
 
+import jaxtyping
 import pytest
 import torch
 from hypothesis import given
@@ -14,6 +15,7 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    masking_utils,
 )
 
 from skilltrain.models import shared_prompt
@@ -216,6 +218,57 @@ def test_varlen_row_holds_whole_texts(texts):
     row_texts = [row[start:stop] for start, stop in bounds]
     assert row_texts == [texts[number] for number in packed.order]
     assert packed.lengths[0] == max(map(len, texts))
+
+
+def test_decoder_builds_no_mask(folder, monkeypatch):
+    """transformers would look for texts in the position ids, and wait for the GPU."""
+    reranker, network = load_both(folder)
+    expected = plain_scores(reranker, network, PAIRS)
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", None)
+
+    scores = reranker(PAIRS)
+
+    assert torch.allclose(scores, expected, rtol=0, atol=1e-12)
+
+
+def test_decoder_that_drops_arguments_is_refused(folder, monkeypatch):
+    reranker, _ = load_both(folder)
+    decoder = reranker.network.get_decoder()
+    forward = decoder.forward
+    monkeypatch.setattr(decoder, "forward", lambda packed, **inputs: forward(**inputs))
+
+    with pytest.raises(RuntimeError, match="does not hand its arguments on to attention"):
+        reranker(PAIRS)
+
+
+def test_compiled_layer_is_one_graph(open_encoder_of, monkeypatch):
+    """A graph break under recomputation is an error here."""
+    monkeypatch.setattr(jaxtyping.config, "jaxtyping_disable", True)  # checks of shapes break it
+    encoder = open_encoder_of("qwen3").train()
+    encoder.enable_packing()
+    texts = [[5, 6, 7, 8], [9, 8, 7, 6]]
+    expected = encoder(texts)
+    checkpoint_layers(encoder.backbone)
+    encoder.backbone.layers[0].compile(dynamic=True, backend="eager", fullgraph=True)
+
+    vectors = encoder(texts)
+
+    assert torch.allclose(vectors, expected)
+    vectors.sum().backward()
+
+
+def test_flash_attention_shares_key_heads(monkeypatch):
+    """Tensors without data let the kernel check its inputs without a GPU."""
+    to_meta = functools.partial(torch.as_tensor, device="meta")
+    monkeypatch.setattr(shared_prompt, "on_device", lambda values, device: to_meta(values))
+    packed = shared_prompt.VarlenTexts([[1, 2, 3], [4, 5]], torch.device("cuda"))
+    query = torch.empty(1, 4, 5, 64, device="meta", dtype=torch.bfloat16)
+    key = torch.empty(1, 2, 5, 64, device="meta", dtype=torch.bfloat16)
+
+    output = packed.attend(query, key, key, dropout_p=0.0, scale=0.125)
+
+    assert output.shape == (1, 5, 4, 64)
+    assert packed.buckets == []
 
 
 def test_groups_stay_within_token_budget(folder):

@@ -98,7 +98,7 @@ def launch(model_folders, tmp_path_factory):
 @pytest.mark.parametrize("kind", CASES)
 def test_two_ranks_equal_one_process(launch, model_folders, tmp_path, kind):
     if not two_ranks.can_run(kind):
-        pytest.skip("deepspeed is not installed")
+        pytest.skip("a package is not installed")
     _, root = launch
 
     check_case(kind, model_folders[CASES[kind].folder], root / kind, tmp_path)
@@ -126,6 +126,31 @@ def test_ranks_take_memory_settings_of_first_rank(launch):
     results, _ = launch
 
     assert [result["memory_choice"] for result in results] == [(False, 2048)] * 2
+
+
+def test_ranks_draw_different_dropout(launch):
+    results, _ = launch
+
+    numbers = [result["random_number"] for result in results]
+
+    assert numbers[0] != numbers[1]
+
+
+def test_fsdp_copies_no_evaluation_inputs(launch):
+    results, _ = launch
+
+    assert [result["copied_inputs"] for result in results] == [[], []]
+
+
+@pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
+@pytest.mark.parametrize("kind", ["zero2 encoder", "zero3 reranker"])
+def test_deepspeed_checks_gradient_before_update(launch, kind):
+    results, _ = launch
+
+    for result in results:
+        problem, has_moved = result["refused_steps"][kind]
+        assert "exceeds training.stop_grad_norm 0.001" in problem
+        assert not has_moved
 
 
 def test_ranks_agree_on_dev_metric(launch):

@@ -16,11 +16,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from skilltrain.distributed import made_by_first_rank
+from skilltrain.distributed import made_by_first_rank, rank_and_world
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
 from skilltrain.metrics.measures import Relevance
+from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import Precision
 from skilltrain.models.reranker import RerankerConfig, load_reranker
@@ -30,10 +32,16 @@ from skilltrain.training import engine, memory
 from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, encoder_opener
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import GIB, Run, train
+from skilltrain.training.loop import GIB, Run, Training, train
 from skilltrain.training.memory import fit_into_memory
 from skilltrain.training.settings import DevConfig, TrainingConfig
-from skilltrain.training.steps import EncoderStep, RerankerStep, StepSettings
+from skilltrain.training.steps import (
+    EncoderStep,
+    PairsToScore,
+    RerankerStep,
+    StepSettings,
+    TextsToEncode,
+)
 from training_data import training_set
 from training_runs import malicious_pickle, signal_in
 
@@ -78,6 +86,7 @@ CASES = {
     # Tolerance of the losses, not of the weights. The rounding of bfloat16 depends on the CPU:
     # without AVX the third loss differs by .022.
     "fsdp2 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
+    "fsdp2 4-bit encoder in bfloat16": Case("qwen3_wide", 0.05, recompute=True),
     "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
 }
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
@@ -99,6 +108,13 @@ def step_of(kind: str, folder: Path) -> Step:
     data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
     is_bert = "bert" in folder.name
+    if "4-bit" in kind:
+        adapter = AdapterConfig(rank=4, alpha=8, quantize="nf4")
+        options = quantizing_options(adapter, sharded=rank_and_world()[1] > 1)
+        torch.manual_seed(0)
+        encoder = load_encoder(EncoderConfig(source=str(folder)), CPU, options)
+        add_adapter(encoder.network, adapter)
+        return EncoderStep(encoder, InfoNCE(), data, settings)
     if "encoder" in kind:
         encoder = load_encoder(EncoderConfig(source=str(folder)), CPU)
         settings = replace(settings, late_interaction=LateInteraction(weight=0.5, temperature=0.1))
@@ -138,6 +154,8 @@ def precision_of(kind: str) -> Precision:
 
 def can_run(kind: str) -> bool:
     """Return whether the packages of a case are installed."""
+    if "4-bit" in kind:
+        return importlib.util.find_spec("bitsandbytes") is not None
     return HAS_DEEPSPEED or not kind.startswith("zero")
 
 
@@ -167,6 +185,8 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
         "dev_metric": dev_metric(folders["bert"], root, rank),
         "first_rank_value": made_by_first_rank(lambda: f"by rank {rank}"),
         "memory_choice": memory_choice(folders["bert"], rank),
+        "random_number": random_number(folders["bert"], root / "random"),
+        "copied_inputs": copied_inputs(folders["bert"], folders["qwen3_reranker"]),
         "interruption": interrupt(folders["bert"], root / "interrupted", rank),
         "unshared_folder": [
             train_unshared(folders["bert"], root / "unshared", rank, resume)
@@ -178,6 +198,10 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     if HAS_DEEPSPEED:
         out = root / "zero2 encoder" / "resumed"
         results["malicious_checkpoint"] = resume_malicious(folders["qwen3"], out, rank)
+        results["refused_steps"] = {
+            kind: refuse_step(kind, folders[CASES[kind].folder], root / "refused" / kind)
+            for kind in ("zero2 encoder", "zero3 reranker")
+        }
     torch.save(results, root / f"rank{rank}.pt")
 
 
@@ -209,6 +233,55 @@ def memory_choice(bert: Path, rank: int) -> tuple[bool, int]:
     with patch.object(memory, "available_bytes", lambda device: available):
         fit_into_memory(step, TrainingConfig(precision="float32"), CPU)
     return step.settings.recompute, step.settings.token_budget
+
+
+def random_number(bert: Path, out: Path) -> float:
+    """Return the first random number of this rank in a training run, as dropout draws it."""
+    launch("ddp encoder")
+    accelerator = new_accelerator(CONFIG, quantized=False)
+    Training(accelerator, step_of("ddp encoder", bert), CONFIG, Run(out, False, {}))
+    return torch.rand(1).item()
+
+
+def copied_inputs(bert: Path, reranker: Path) -> list[str]:
+    """Return the kinds of evaluation inputs that FSDP2 with mixed precision copies."""
+    encoder_step = step_of("fsdp2 encoder", bert)
+    reranker_step = step_of("fsdp2 reranker in bfloat16", reranker)
+    assert isinstance(reranker_step, RerankerStep)
+    pairs = [reranker_step.make_pairs(each) for each in reranker_step.data.lists[:2]]
+    cases = [
+        (encoder_step, TextsToEncode([[2, 9, 3], [2, 7, 7, 3]])),
+        (reranker_step, PairsToScore(pairs)),
+    ]
+    copied = []
+    for step, inputs in cases:
+        received = []
+        fully_shard(step, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+        step.register_forward_pre_hook(lambda _, args, to=received: to.append(args[0]))
+        with torch.no_grad():
+            step(inputs)
+        if received[0] is not inputs:
+            copied.append(type(inputs).__name__)
+    return copied
+
+
+def refuse_step(kind: str, folder: Path, out: Path) -> tuple[str, bool]:
+    """Train with a gradient norm above the limit. Returns the error, and whether a weight moved."""
+    launch(kind)
+    config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3})
+    step = step_of(kind, folder)
+    training = Training(new_accelerator(config, quantized=False), step, config, Run(out, False, {}))
+    before = local_weights(step)
+    with pytest.raises(SkilltrainError) as error:
+        training.run_remaining_steps()
+    weight_pairs = zip(before, local_weights(step), strict=True)
+    has_moved = any(not torch.equal(*pair) for pair in weight_pairs)
+    return error.value.problem, has_moved
+
+
+def local_weights(step: Step) -> list[torch.Tensor]:
+    """Return a copy of this rank's part of each weight. Only ZeRO-3 has parts."""
+    return [getattr(each, "ds_tensor", each).detach().clone() for each in step.parameters()]
 
 
 def train_and_resume(kind: str, folder: Path, out: Path, rank: int) -> None:

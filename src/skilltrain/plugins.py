@@ -66,6 +66,17 @@ BUILT_IN = {
         "COMP": "skilltrain.metrics.measures:comp",
         "Set-Compat": "skilltrain.metrics.measures:set_compat",
     },
+    "optimizer": {
+        "adamw": "skilltrain.training.optimizers:AdamW",
+        "adamw_8bit": "skilltrain.training.optimizers:AdamW8bit",
+        "adafactor": "skilltrain.training.optimizers:Adafactor",
+    },
+    "scheduler": {
+        "cosine": "skilltrain.training.optimizers:Cosine",
+        "linear": "skilltrain.training.optimizers:Linear",
+        "constant": "skilltrain.training.optimizers:Constant",
+        "warmup_stable_decay": "skilltrain.training.optimizers:WarmupStableDecay",
+    },
     "prompt": {
         "styles": "skilltrain.data.llm_stage:STYLES",
         "skillrouter": "skilltrain.data.llm_stage:SKILLROUTER",

@@ -26,7 +26,7 @@ _TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 # Licences that the Hub accepts, from its documentation.
 _LICENSES = Path(__file__).with_name("licenses.txt")
 _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")  # OWNER/NAME
-_OPENED_NAME = re.compile(r'^model = \w+\("(.+)"\)', re.MULTILINE)  # in the programs of a card
+_OPENED_NAME = re.compile(r'^model = \w+\("([^"]+)"', re.MULTILINE)  # in the programs of a card
 
 
 class _ModelClass(NamedTuple):

@@ -37,14 +37,18 @@ _MAX_FILE_BYTES = 2**30  # ONNX's own limit is 2 GiB
 
 
 def open_model(
-    folder: Path, device: str = "cpu", precision: Literal["float32", "bfloat16"] = "float32"
+    folder: Path,
+    device: str = "cpu",
+    precision: Literal["float32", "bfloat16"] = "float32",
+    runs_code: bool = False,
 ) -> Any:
-    """Open the `Encoder` or `Reranker` in `folder`.
+    """Open the `Encoder` or `Reranker` in `folder`. `runs_code` allows the model's own code.
 
     Raises:
         SkilltrainError: The folder holds no model.
     """
     values: dict[str, Any] = {"source": str(folder), "precision": precision}
+    values["trust_remote_code"] = runs_code
     if is_encoder(folder):
         return load_encoder(EncoderConfig(**values), torch.device(device))
     return load_reranker(RerankerConfig(**values), torch.device(device))

@@ -14,7 +14,10 @@ Notes:
       layer changes to it at the first evaluation, and then no gradient passes through its weights.
       So the fast layout is switched off. As a side effect, `state_dict` returns weights in it to
       the ordinary layout.
+    - FSDP2 casts what it shards to bfloat16, so 4-bit weights are stored as such numbers there.
     - A merge adds the change in float32, and rounds only the sum to the format of the weights.
+    - peft casts the inputs of an adapter to float32, its weights' format. Under autocast this is a
+      waste, because autocast casts them back to bfloat16.
     - peft has the target modules as a set, without a fixed order. So its config is sorted.
     - transformers leaves `is_loaded_in_4bit` set after `dequantize`.
 """
@@ -71,13 +74,13 @@ def is_quantized(adapter: AdapterConfig | None) -> bool:
     return adapter is not None and adapter.quantize != "none"
 
 
-def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
+def quantizing_options(adapter: AdapterConfig | None, sharded: bool = False) -> dict[str, Any]:
     """Return the arguments of `from_pretrained` that load a network in 4 bits.
 
     There are none if the adapter does not quantise.
 
-    Raises:
-        SkilltrainError: bitsandbytes is not installed.
+    Args:
+        sharded: Whether ranks will hold shards of the network.
     """
     if not is_quantized(adapter):
         return {}
@@ -91,6 +94,7 @@ def quantizing_options(adapter: AdapterConfig | None) -> dict[str, Any]:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16 if sharded else torch.uint8,
         llm_int8_skip_modules=[*_HEAD_NAMES],
     )
     return {"quantization_config": config}
@@ -130,6 +134,15 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
             parameter.data = parameter.data.float()
     for head in _trained_heads(network):
         head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
+
+
+def keep_input_dtype(network: Any) -> None:
+    """Leave it to autocast to cast the inputs of adapters. All forward passes must use autocast."""
+    from peft.tuners.lora import LoraLayer
+
+    for module in network.modules():
+        if isinstance(module, LoraLayer):
+            module.cast_input_dtype_enabled = False
 
 
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:

@@ -233,10 +233,11 @@ def load_encoder(
     """
     from transformers import AutoModel
 
-    folder = loading.resolve_model(config.source)
-    model_config = loading.load_model_config(folder)
+    runs_code = config.trust_remote_code
+    folder = loading.resolve_model(config.source, code=runs_code)
+    model_config = loading.load_model_config(folder, runs_code)
     settings = _settings(folder, config, model_config)
-    tokenizer = loading.load_tokenizer(folder)
+    tokenizer = loading.load_tokenizer(folder, runs_code)
     if tokenizer.pad_token_id is None:
         raise SkilltrainError(
             "unsupported-model", "the tokenizer has no pad token", where=config.source

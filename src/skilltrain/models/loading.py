@@ -52,7 +52,7 @@ _SETTINGS_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
 _UNUSED_PATTERNS = ["*/*.safetensors", "consolidated*", "onnx/*"]
 
 # Files that count in a model's fingerprint.
-_MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model")
+_MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".py")
 _RUN_FILE = "run.json"  # the record of a training run, which may be in the model's folder
 
 _TOKENIZER_PROBE = "a b c d e"  # every complete tokenizer has tokens for these letters
@@ -89,14 +89,18 @@ class ModelConfig(Config):
         default=None, description=f"skill fields it sees, instead of its template's; {SEEN}"
     )
     precision: Precision = Field(default="float32", description="number format of the weights")
+    trust_remote_code: bool = Field(
+        default=False, description="run the Python code that the model brings; read it first"
+    )
 
 
-def resolve_model(source: str, weights: bool = True) -> Path:
+def resolve_model(source: str, weights: bool = True, code: bool = False) -> Path:
     """Return the folder of a model, and download the model from the Hub if necessary.
 
     Args:
-        source: A folder, a Hub id owner/name, or package:NAME of an installed package.
+        source: A folder, a Hub id owner/name, or package:NAME.
         weights: Whether to download the weights too.
+        code: Whether to download Python code too.
     """
     if source.startswith("package:"):
         folder = _package_folder(source)
@@ -108,7 +112,7 @@ def resolve_model(source: str, weights: bool = True) -> Path:
         if is_path or not _HUB_ID.fullmatch(source):
             fix = "give a folder, a Hub id owner/name, or package:NAME"
             raise SkilltrainError("model-not-found", "no such model", where=source, fix=fix)
-        folder = _download(source, weights)
+        folder = _download(source, weights, code)
 
     _check_files(folder, source)
     return folder
@@ -148,17 +152,20 @@ def _package_folder(source: str) -> Path:
 
 
 @functools.cache
-def _download(source: str, weights: bool) -> Path:
+def _download(source: str, weights: bool, code: bool) -> Path:
     """Download a model from the Hub, or find it in the cache, and return its folder.
 
     Args:
         source: Hub id owner/name.
         weights: Whether to download the weights too.
+        code: Whether to download Python code too.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
 
-    patterns = [*_SETTINGS_PATTERNS, "*.safetensors"] if weights else _SETTINGS_PATTERNS
+    patterns = [*_SETTINGS_PATTERNS]
+    patterns += ["*.safetensors"] if weights else []
+    patterns += ["*.py"] if code else []
     folder = _download_files(source, patterns)
     try:
         get_cached_repo_tree(source)  # checks that it exists
@@ -287,13 +294,13 @@ def _foreign_kind(folder: Path) -> Kind | None:
 
 
 def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) -> Any:
-    """Call `auto_class.from_pretrained` quietly and without remote code.
+    """Call `auto_class.from_pretrained` quietly.
 
     Args:
         auto_class: A class of transformers, such as AutoTokenizer.
         folder: Folder of the model.
         part: Name of the loaded part, for errors.
-        **options: Further arguments of `from_pretrained`.
+        **options: Further arguments. By default, no code of the model runs.
     """
     from transformers.utils import logging
 
@@ -301,8 +308,10 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     try:
-        return auto_class.from_pretrained(str(folder), trust_remote_code=False, **options)
+        return auto_class.from_pretrained(str(folder), **{"trust_remote_code": False, **options})
     except Exception as error:  # from a damaged file
+        if "trust_remote_code" in str(error):
+            raise _code_refused(folder) from error
         message = printable(str(error), 300) or type(error).__name__
         raise SkilltrainError(
             "unreadable-model", f"cannot load the {part}: {message}", where=folder
@@ -311,20 +320,31 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
         logging.set_verbosity(verbosity)
 
 
-def load_model_config(folder: Path) -> Any:
+def _code_refused(folder: Path) -> SkilltrainError:
+    """Return the error for a model that needs code of its own."""
+    fault = "the model brings Python code of its own, which is not run"
+    fix = "read the code, and set trust_remote_code: true beside source if you trust it"
+    return SkilltrainError("remote-code", fault, where=folder, fix=fix)
+
+
+def load_model_config(folder: Path, runs_code: bool = False) -> Any:
     """Load config.json, and check that its network fits the weights in the files.
 
+    Args:
+        runs_code: Whether the model's own code may run.
+
     Raises:
-        SkilltrainError: The files are damaged, or have far fewer weights than the network.
+        SkilltrainError: The files are damaged, or have far fewer weights.
     """
     from transformers import AutoConfig, AutoModel
 
     sizes = _tensor_sizes(folder)
     _check_declared_counts(folder, sizes)
-    config = load_pretrained(AutoConfig, folder, "model configuration")
+    code = {"trust_remote_code": runs_code}
+    config = load_pretrained(AutoConfig, folder, "model configuration", **code)
     try:
         with torch.device("meta"):
-            network = AutoModel.from_config(config, trust_remote_code=False)
+            network = AutoModel.from_config(config, **code)
     except Exception as error:  # from contradicting sizes
         raise _weights_mismatch(folder, printable(str(error), 200)) from error
 
@@ -392,15 +412,20 @@ def _weights_mismatch(folder: Path, reason: str) -> SkilltrainError:
     return SkilltrainError("incomplete-model", fault, where=folder, fix="get the whole model again")
 
 
-def load_tokenizer(folder: Path) -> Any:
+def load_tokenizer(folder: Path, runs_code: bool = False) -> Any:
     """Load the tokenizer of a model folder.
+
+    Args:
+        folder: Folder of the model.
+        runs_code: Whether the model's own code may run.
 
     Raises:
         SkilltrainError: The tokenizer does not know any letter, as if its files were missing.
     """
     from transformers import AutoTokenizer
 
-    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", padding_side="right")
+    options = {"padding_side": "right", "trust_remote_code": runs_code}
+    tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", **options)
     probe_ids = tokenizer.encode(_TOKENIZER_PROBE, add_special_tokens=False)
     if set(probe_ids) <= {tokenizer.unk_token_id}:
         fault = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
@@ -511,6 +536,7 @@ def loading_options(config: ModelConfig, model_config: Any, device: torch.device
         device: Device of the model.
     """
     options = {"dtype": resolve_dtype(config.precision, device), **backbone_options(model_config)}
+    options["trust_remote_code"] = config.trust_remote_code
     if device.type in ("cuda", "meta"):
         options["device_map"] = device
     return options

@@ -249,17 +249,18 @@ def load_reranker(
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-    folder = loading.resolve_model(config.source)
+    runs_code = config.trust_remote_code
+    folder = loading.resolve_model(config.source, code=runs_code)
     may_convert_encoder = new_head and config.template is not None
     if may_convert_encoder and loading.is_encoder(folder):
         stored = {}  # ignore an encoder's settings
     else:
         stored = loading.stored_settings(folder, "reranker")
 
-    model_config = loading.load_model_config(folder)
+    model_config = loading.load_model_config(folder, runs_code)
     is_causal = any("CausalLM" in name for name in model_config.architectures or [])
     settings = _settings(config, stored, is_causal, folder)
-    tokenizer = loading.load_tokenizer(folder)
+    tokenizer = loading.load_tokenizer(folder, runs_code)
     settings = _reduce_limits(settings, tokenizer, model_config, config.source)
     template = with_fields(settings.template, config.fields)
     settings = settings.model_copy(update={"template": template})

@@ -13,7 +13,12 @@ Notes:
     - torch's flash attention needs a GPU and bfloat16, and has no dropout.
     - `PackedTexts.attend` calls SDPA several times, and autocast would cast in each call. So
       `shared_prompt_attention` casts queries and keys once.
-    - A decoder may fail to hand `packed` on to attention. `was_used` shows whether it did.
+    - SDPA with a mask and fewer key heads would be slow on a GPU, so `PackedTexts` repeats keys and
+      values. Flash attention reads each of them for all its query heads.
+    - Without a mask, transformers looks for the texts in the position ids, and the host waits for
+      the GPU. An empty mask of four dimensions prevents this. It also shows a decoder that does not
+      hand `packed` on to attention.
+    - A compiled layer that is recomputed must not change `packed`. So the buckets are made before.
 """
 
 from collections.abc import Sequence, Sized
@@ -34,6 +39,7 @@ _MIN_RELATIVE_LENGTH = 0.8
 _CAUSAL_WINDOW = (-1, 0)  # all tokens before a token, none after it
 
 PerHead = Float[Tensor, "1 head token dim"]
+PerKeyHead = Float[Tensor, "1 key_head token dim"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,7 +104,6 @@ class PackedTexts:
         num_prompt: Number of tokens of the prompt.
         order: Indices of the texts in the order of their continuations in the row.
         lengths: Lengths of the continuations, in the order of the row.
-        was_used: Whether the model has called `attend`.
         position_ids: Position of each token in its text.
         ends: Position in the row of each text's last token, in the order of the texts.
         buckets: All continuations, in the order of the row.
@@ -115,7 +120,6 @@ class PackedTexts:
         self.num_prompt = num_prompt
         self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
-        self.was_used = False
 
         position_ids = [*range(num_prompt)]
         ends = [0] * len(texts)  # positions of last tokens
@@ -157,17 +161,20 @@ class PackedTexts:
         return {"input_ids": on_device(ids, self.position_ids.device)}
 
     def attend(
-        self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
+        self, query: PerHead, key: PerKeyHead, value: PerKeyHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
         """Compute causal attention of all texts, which form one row.
 
         The row has their common prompt, then the rest of each text.
 
         Args:
-            key: Keys, with as many heads as `query`. Values likewise.
+            key: Keys. Several heads of queries may share a head. Values likewise.
             **settings: Scale and dropout of SDPA.
         """
         sdpa = torch.nn.functional.scaled_dot_product_attention
+        heads_per_key_head = query.shape[1] // key.shape[1]
+        key = key.repeat_interleave(heads_per_key_head, 1)
+        value = value.repeat_interleave(heads_per_key_head, 1)
         length = self.num_prompt
         prompt_query = query[:, :, :length]  # [1, head, prompt token, dim]
         prompt_key = key[:, :, :length]
@@ -199,25 +206,31 @@ class VarlenTexts(PackedTexts):
 
     Attributes:
         starts: Start of each text in the row, and the end of the last one.
+        is_on_gpu: Whether flash attention may compute the attention.
     """
 
     def __init__(self, texts: Sequence[Sized], device: torch.device) -> None:
         super().__init__(texts, 0, device)
+        self.is_on_gpu = device.type == "cuda"
         starts = np.cumsum([0, *self.lengths]).astype(np.int32)
         self.starts: Int[Tensor, " start"] = on_device(starts, device)
 
+    def _make_buckets(self, device: torch.device) -> list[Bucket]:
+        """Make no buckets for a GPU, where flash attention does not need them."""
+        return [] if device.type == "cuda" else super()._make_buckets(device)
+
     def attend(
-        self, query: PerHead, key: PerHead, value: PerHead, **settings: Any
+        self, query: PerHead, key: PerKeyHead, value: PerKeyHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
         """Compute causal attention of all texts, by flash attention where possible.
 
         Args:
-            query: Queries of all tokens of the row.
-            key: Keys, with as many heads as the queries.
-            value: Values, likewise.
+            key: Keys. Several heads of queries may share a head. Values likewise.
             **settings: Scale and dropout of SDPA.
         """
-        if not query.is_cuda or value.dtype != torch.bfloat16 or settings["dropout_p"]:
+        if not self.is_on_gpu or value.dtype != torch.bfloat16 or settings["dropout_p"]:
+            if not self.buckets:
+                self.buckets = super()._make_buckets(query.device)
             return super().attend(query, key, value, **settings)
         from torch.nn.attention.varlen import varlen_attn
 
@@ -232,6 +245,7 @@ class VarlenTexts(PackedTexts):
             longest,
             scale=settings["scale"],
             window_size=_CAUSAL_WINDOW,
+            enable_gqa=True,
         )
         return output[None]
 
@@ -258,10 +272,13 @@ def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor
         packed: The texts' places in the row.
         texts: Token ids or embedded tokens of each text.
     """
-    inputs = packed.join(texts)
-    output = decoder(**inputs, position_ids=packed.position_ids, use_cache=False, packed=packed)
-    if not packed.was_used:
-        raise RuntimeError(f"{type(decoder).__name__} does not hand its arguments on to attention")
+    output = decoder(
+        **packed.join(texts),
+        attention_mask=torch.empty(1, 1, 0, 0, device=packed.ends.device, dtype=torch.bool),
+        position_ids=packed.position_ids,
+        use_cache=False,
+        packed=packed,
+    )
     return output.last_hidden_state[0, packed.ends]
 
 
@@ -307,20 +324,23 @@ def shared_prompt_attention(
 
     Args:
         module: The attention layer.
-        attention_mask: Mask of padded texts.
-        packed: Texts in one row. None: padded texts.
+        attention_mask: Mask of padded texts; empty for packed ones.
+        packed: Texts in one row, if they are packed.
         **options: Scale and dropout, by transformers' names.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
     if packed is None:
+        _check_mask(attention_mask)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
-    packed.was_used = True
     query = query.to(value.dtype)
     key = key.to(value.dtype)
-    heads_per_key_head = query.shape[1] // key.shape[1]
-    key = key.repeat_interleave(heads_per_key_head, 1)
-    value = value.repeat_interleave(heads_per_key_head, 1)
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}
     return packed.attend(query, key, value, **settings), None
+
+
+def _check_mask(attention_mask: Tensor | None) -> None:
+    """Check that a decoder has not dropped packed texts, which have an empty mask."""
+    if attention_mask is not None and attention_mask.numel() == 0:
+        raise RuntimeError("the decoder does not hand its arguments on to attention")

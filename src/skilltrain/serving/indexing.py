@@ -35,6 +35,7 @@ from skilltrain.files import (
     write_json,
 )
 from skilltrain.formats import CALIBRATION as CALIBRATION_FORMAT
+from skilltrain.models.loading import ModelConfig
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.rankers import AnyRanker, RankerConfig, flatten_rankers
@@ -233,6 +234,11 @@ def check_rankers(system: SystemConfig) -> None:
     if not all(part.answers_new_queries for part in flatten_rankers(system.rankers)):
         problem = "rankings that were made before answer no new task"
         raise SkilltrainError("conflicting-settings", problem, where="rankers, kind saved")
+    for part in flatten_rankers(system.rankers):
+        if isinstance(part, ModelConfig) and part.trust_remote_code:
+            problem = "a router runs no code that a model brings"
+            fix = "use another model"
+            raise SkilltrainError("remote-code", problem, where=part.source, fix=fix)
     check_systems([system])
 
 

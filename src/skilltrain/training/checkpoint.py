@@ -13,6 +13,8 @@ Notes:
     - Every rank reads the full weights, so no rank sends them (`src_data_rank=None`).
     - Tied weights are one tensor with several names, and are stored under one of the names.
     - Random states are restored last, because loading may use random numbers.
+    - Parameters may share a value of bitsandbytes, which safetensors refuses. So small values are
+      copied. Moments of AdamW are not, because they are large.
     - A run may resume on more ranks than before, unless the ranks share the weights. A new rank has
       no file, and keeps its current random state.
     - DeepSpeed calls torch.load with weights_only=False, which allows code. An environment variable
@@ -26,6 +28,7 @@ import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -37,6 +40,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.optim import AdamW
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
@@ -48,7 +52,7 @@ from skilltrain.training.engine import launch_of, shards_weights
 WEIGHTS_FILE = "model.safetensors"
 STATE_FILE = "state.json"
 _DEEPSPEED_FOLDER = "deepspeed"
-_ADAMW_STATE = {"step", "exp_avg", "exp_avg_sq"}  # values that AdamW holds for a parameter
+_ADAMW_MOMENTS = {"exp_avg", "exp_avg_sq"}  # each as large as its parameter
 
 
 @dataclass
@@ -343,12 +347,13 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             str(folder), _DEEPSPEED_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
-        moments = {}
-        for number, state in optimizer.state_dict()["state"].items():
-            for name, value in state.items():
-                local = value.to_local() if isinstance(value, DTensor) else value
-                moments[f"{number}.{name}"] = local.cpu().contiguous()
-        save_file(moments, folder / _optimizer_file(accelerator))
+        values = {}
+        for number, parameter in enumerate(_parameters(optimizer)):
+            for name, value in optimizer.state.get(parameter, {}).items():
+                local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+                copy = local.cpu() if name in _ADAMW_MOMENTS else local.cpu().clone()
+                values[f"{number}.{name}"] = copy.contiguous()
+        save_file(values, folder / _optimizer_file(accelerator))
 
 
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
@@ -392,29 +397,34 @@ def _optimizer_file(accelerator: Accelerator) -> str:
 
 
 def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
-    """Restore two moments and a number of steps for each parameter of the optimiser.
+    """Restore the values that the optimiser holds for each parameter.
 
     Args:
         optimizer: The optimiser that the accelerator has prepared.
         state_values: This rank's values by `<number of the parameter>.<name of the value>`.
     """
-    parameters = []
-    for group in optimizer.param_groups:
-        parameters += group["params"]
-
-    states: dict[int, dict[str, Tensor]] = {}
+    parameters = _parameters(optimizer)
+    states: dict[int, dict[str, Tensor | int]] = {}
     for key, value in state_values.items():
         number_text, _, name = key.partition(".")
         number = int(number_text)
-        if value.ndim:  # a moment
-            value = _shard_like(parameters[number], value)
-        states.setdefault(number, {})[name] = value
+        state = states.setdefault(number, {})
+        if name in _ADAMW_MOMENTS:
+            state[name] = _shard_like(parameters[number], value)
+        else:
+            is_number = value.ndim == 0 and not value.is_floating_point()
+            state[name] = int(value) if is_number else value
     for number, state in states.items():
-        if state.keys() != _ADAMW_STATE:
+        if isinstance(optimizer.optimizer, AdamW) and state.keys() != {"step", *_ADAMW_MOMENTS}:
             raise ValueError(f"the optimiser holds {sorted(state)} for parameter {number}")
     optimizer.load_state_dict(
         {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
     )
+
+
+def _parameters(optimizer: Any) -> list[Tensor]:
+    """Return the parameters of all groups of an optimiser."""
+    return [*chain.from_iterable(group["params"] for group in optimizer.param_groups)]
 
 
 def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:

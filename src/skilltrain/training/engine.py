@@ -203,9 +203,14 @@ def _refuse_unsupported(accelerator: Accelerator, config: TrainingConfig, quanti
         fix = "use launch/ddp.yaml, or zero_stage: 2"
         raise SkilltrainError("unsupported-launcher", fault, fix=fix)
     _refuse_uneven_batch(config, accelerator.num_processes)
-    if quantized and kind in (DistributedType.FSDP, DistributedType.DEEPSPEED):
+    is_sharded = kind in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if is_sharded and not config.optimizer.is_shardable:
+        fault = f"training.optimizer {config.optimizer.name} cannot be combined with {kind.value}"
+        fix = "use launch/ddp.yaml, or the optimizer adamw"
+        raise SkilltrainError("unsupported-launcher", fault, fix=fix)
+    if quantized and kind == DistributedType.DEEPSPEED:
         fault = f"4-bit weights (adapter.quantize) cannot be combined with {kind.value}"
-        fix = "use launch/ddp.yaml, or adapter.quantize=none"
+        fix = "use launch/fsdp2.yaml, or adapter.quantize=none"
         raise SkilltrainError("unsupported-launcher", fault, fix=fix)
 
 

@@ -9,8 +9,6 @@ from itertools import chain
 from statistics import fmean
 from typing import Any
 
-import torch
-
 from skilltrain.terminal import launched_ranks
 from skilltrain.training.loop import Training, largest_batch, step_batches
 from skilltrain.training.memory import peak_bytes
@@ -78,8 +76,8 @@ def counts_of(step: StepModule) -> dict[str, int]:
     num_trained = 0
     for parameter in step.parameters():
         size = parameter.numel()
-        if parameter.dtype == torch.uint8:  # a byte holds two 4-bit weights
-            size *= 2
+        if type(parameter).__name__ == "Params4bit":
+            size = 2 * parameter.nbytes
         num_parameters += size
         if parameter.requires_grad:
             num_trained += size

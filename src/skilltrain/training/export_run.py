@@ -60,7 +60,7 @@ def export_run(
         if form is not None:
             write_form(staged, form)
         if not adapter_only:
-            model = open_model(staged, "meta")
+            model = open_model(staged, "meta", runs_code=config.model.trust_remote_code)
             recipe = config.model_dump(mode="json")
             card_name = None if checkpoint_name == final_checkpoint else checkpoint_name
             record = RunRecord(model.settings, recipe, summary, card_name, form, run, model.network)

@@ -7,9 +7,10 @@ Notes:
       of processes, so the loss is multiplied by it first. The launcher does not divide losses.
     - Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each rank
       would have to hold the whole gradient until the last batch.
-    - DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
-    - AdamW creates its moments in the first step, so the probe holds tensors of ones before it.
-      Empty tensors would not do: a CPU only reserves their memory.
+    - DeepSpeed updates the weights within `backward` if `sync_gradients` is true. A hook of the
+      optimiser checks its step, because the norm is not known earlier.
+    - An optimiser creates its state in the first step, so the probe holds tensors of ones before
+      it. Empty tensors would not do: a CPU only reserves their memory.
     - If a step has several batches, its later ones need memory beside the gradients of the first,
       so the probe runs the batch twice.
     - On a CPU a probe would take too long, and DeepSpeed would update the weights in it.
@@ -38,7 +39,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, set_seed
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
@@ -126,28 +127,29 @@ def _split(lists: Batch, size: int) -> list[Batch]:
     return [lists[start : start + size] for start in range(0, len(lists), size)]
 
 
-def new_optimizer(model: nn.Module, learning_rate: float, weight_decay: float) -> Optimizer:
-    """Return AdamW for the parameters that train, with weight decay for matrices only."""
+def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
+    """Return the optimiser of the parameters that train, with weight decay for matrices only."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in trained if parameter.ndim > 1]
     vectors = [parameter for parameter in trained if parameter.ndim <= 1]
     groups = [
-        {"params": matrices, "weight_decay": weight_decay},
+        {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return AdamW([group for group in groups if group["params"]], lr=learning_rate, fused=True)
+    groups = [group for group in groups if group["params"]]
+    return config.optimizer.create(groups, config.learning_rate)
 
 
-def learning_rate_factor(step: int, num_steps: int, warmup_share: float) -> float:
+def learning_rate_factor(step: int, num_steps: int, config: TrainingConfig) -> float:
     """Return the share of the peak learning rate at `step`, counted from 0.
 
-    The rate rises linearly during the warm-up, and then falls to 0 along half a cosine.
+    The rate rises linearly during the warm-up, and then follows the scheduler.
     """
-    num_warmup = math.ceil(warmup_share * num_steps)
+    num_warmup = math.ceil(config.warmup_share * num_steps)
     if step < num_warmup:
         return (step + 1) / (num_warmup + 1)
     num_decay = max(1, num_steps - num_warmup)
-    return 0.5 * (1 + math.cos(math.pi * (step - num_warmup) / num_decay))
+    return config.scheduler.factor((step - num_warmup) / num_decay)
 
 
 def train(
@@ -183,6 +185,7 @@ class Training:
         model: The step module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
         optimizer: The optimiser, wrapped by the launcher.
         position: Progress of the run.
+        batches: Batches of the current step, with the lists of all ranks.
         seconds_at_checkpoint: Seconds of the run until its last checkpoint.
     """
 
@@ -190,7 +193,7 @@ class Training:
         self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
     ) -> None:
         """Prepare the model and the optimiser. To resume, restore the newest checkpoint."""
-        set_seed(config.seed)
+        set_seed(config.seed, device_specific=True)  # another dropout mask on each rank
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
             train_with_onednn(step)
 
@@ -198,8 +201,11 @@ class Training:
         self.step_module = step
         self.config = config
         self.run = run
-        optimizer = new_optimizer(step, config.learning_rate, config.weight_decay)
+        optimizer = new_optimizer(step, config)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
+        self.batches: Sequence[Batch] = ()
+        if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            optimizer.register_step_pre_hook(self._check_deepspeed_step)
 
         position = None
         if run.resume:
@@ -292,7 +298,7 @@ class Training:
 
         It depends only on the number of the step, so checkpoints need not save it.
         """
-        factor = learning_rate_factor(self.position.step, num_steps, self.config.warmup_share)
+        factor = learning_rate_factor(self.position.step, num_steps, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = self.config.learning_rate * factor
 
@@ -303,6 +309,7 @@ class Training:
             batches: Batches of the step, with the lists of all ranks.
         """
         start_time = time.monotonic()
+        self.batches = batches
         num_queries = sum(len(batch) for batch in batches)
         mean_loss = self._backward(batches, num_queries)
         grad_norm = self._clip_gradients()
@@ -357,6 +364,15 @@ class Training:
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
+
+    def _check_deepspeed_step(self, *_: Any) -> None:
+        """Check the norm of the gradient before DeepSpeed changes the weights.
+
+        It changes them within `backward`. If the loss is not finite, neither is the norm.
+        """
+        zero_optimizer: Any = self.model.optimizer
+        grad_norm = float(zero_optimizer._global_grad_norm)
+        _check_step(0.0, grad_norm, self.batches, self.config.stop_grad_norm)
 
     def _clip_gradients(self) -> float:
         """Clip the gradients, and return their norm before clipping."""
@@ -429,12 +445,14 @@ class Training:
         return seconds
 
     def _placeholder_moments(self) -> list[Tensor]:
-        """Return tensors as large as AdamW's moments, which the first step creates."""
+        """Return tensors as large as the optimiser's state, which the first step creates."""
         moments = []
         if not self.optimizer.state:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
-                    moments += [torch.ones_like(parameter), torch.ones_like(parameter)]
+                    local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                    num_bytes = local.numel() * self.config.optimizer.bytes_per_weight
+                    moments.append(local.new_ones(num_bytes, dtype=torch.uint8))
         return moments
 
 

@@ -28,10 +28,10 @@ from skilltrain.models.activations import checkpoint_layers, layer_bytes
 from skilltrain.terminal import launched_ranks, ranks_on_machine, say
 from skilltrain.training.engine import shards_state
 from skilltrain.training.loop import GIB, Batch, largest_batch, return_free_memory, step_batches
+from skilltrain.training.optimizers import OptimizerConfig
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, StepSettings
 
-_ADAMW_BYTES = 8  # two float32 moments per trained parameter
 _GPU_SHARE = 0.9  # of the free memory; CUDA and the loss need the rest
 _MAX_CPU_BYTES = 3 * GIB // 2  # for activations: on a CPU, other programs need the rest
 _MIN_TOKEN_BUDGET = 512  # a smaller micro-batch saves little
@@ -52,7 +52,7 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
     bytes_in_use = weight_bytes(step) if device.type == "cpu" else 0
-    needed_by_state = held_bytes(step) - bytes_in_use
+    needed_by_state = held_bytes(step, config.optimizer) - bytes_in_use
     available = of_first_rank(available_bytes(device)) - needed_by_state
     preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
 
@@ -126,13 +126,13 @@ def weight_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
-def held_bytes(module: nn.Module) -> float:
-    """Return the bytes that weights, gradients and AdamW's two moments take on each rank."""
+def held_bytes(module: nn.Module, optimizer: OptimizerConfig) -> float:
+    """Return the bytes that weights, gradients and the optimiser's state take on each rank."""
     total = weight_bytes(module)
     for parameter in module.parameters():
         if parameter.requires_grad:
             total += parameter.nbytes  # the gradient
-            total += _ADAMW_BYTES * parameter.numel()
+            total += optimizer.bytes_per_weight * parameter.numel()
     num_shards = launched_ranks() if shards_state() else 1
     return total / num_shards
 

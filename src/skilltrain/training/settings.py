@@ -13,6 +13,7 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rankers import OWN, AnyRanker, flatten_rankers
 from skilltrain.training.log import TrackerName
+from skilltrain.training.optimizers import AdamW, AnyOptimizer, AnyScheduler, Cosine
 
 DEV_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20")
 # These measures do not depend on the order of the top k skills.
@@ -117,11 +118,15 @@ class TrainingConfig(Config):
         default=8, ge=1, description="queries per forward pass, over all ranks together"
     )
     accumulation: int = Field(default=4, ge=1, description="forward passes per optimiser step")
-    learning_rate: float = Field(default=2e-5, gt=0, description="peak of the cosine schedule")
+    learning_rate: float = Field(default=2e-5, gt=0, description="peak of the schedule")
     warmup_share: float = Field(
         default=0.05, ge=0, lt=1, description="share of the steps that warm up"
     )
-    weight_decay: float = Field(default=0.01, ge=0, description="AdamW's decay of matrices")
+    scheduler: AnyScheduler = Field(
+        default=Cosine(), description="the learning rate after the warm-up"
+    )
+    optimizer: AnyOptimizer = Field(default=AdamW(), description="what updates the weights")
+    weight_decay: float = Field(default=0.01, ge=0, description="decay of matrices")
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="gradients are clipped to this norm"
     )

@@ -53,6 +53,7 @@ from skilltrain.models.adapters import (
     AdapterConfig,
     add_adapter,
     is_quantized,
+    keep_input_dtype,
     merge_adapter,
     quantizing_options,
 )
@@ -282,7 +283,7 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     """
     source = config.model.model_copy(update={"precision": _weight_precision(config)})
     set_seed(config.training.seed)  # for new layers
-    options = quantizing_options(config.adapter)
+    options = quantizing_options(config.adapter, sharded=shards_state())
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
@@ -292,6 +293,8 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         model = load_reranker(source, device, options, new_head=True)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
+        if config.training.dtype_on(default_device()) == torch.bfloat16:
+            keep_input_dtype(model.network)
     return model
 
 
@@ -472,15 +475,16 @@ def _find_contaminations(
 
 
 def check_fits(config: Train) -> None:
-    """Check that weights, gradients and moments fit on the GPU, before any weight is read."""
+    """Check that weights, gradients and the optimiser fit on the GPU, before a weight is read."""
     device = default_device()
     if device.type != "cuda" or is_quantized(config.adapter):
         return
-    needed_bytes = held_bytes(load_model(config, torch.device("meta")))
+    model = load_model(config, torch.device("meta"))
+    needed_bytes = held_bytes(model, config.training.optimizer)
     gpu_bytes = torch.cuda.get_device_properties(device).total_memory
     if needed_bytes > gpu_bytes:
         fault = (
-            f"its weights, gradients and AdamW's moments take {needed_bytes / GIB:.1f} GiB on each "
+            f"its weights, gradients and optimiser take {needed_bytes / GIB:.1f} GiB on each "
             f"GPU, which has {gpu_bytes / GIB:.1f}"
         )
         fix = "train an adapter (LoRA)" if config.adapter is None else "set adapter.quantize=nf4"

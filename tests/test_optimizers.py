@@ -1,0 +1,112 @@
+"""Optimisers and schedules: their values, resumed runs, and choice by name or import path."""
+
+import importlib.util
+import signal
+from typing import Literal
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType
+
+import training_runs
+from faults import raises
+from skilltrain.training import engine
+from skilltrain.training.loop import Run, learning_rate_factor, new_optimizer, train
+from skilltrain.training.memory import held_bytes
+from skilltrain.training.optimizers import Adafactor, AdamW, AdamW8bit, OptimizerConfig
+from skilltrain.training.settings import TrainingConfig
+from test_engine import Launched
+from training_runs import CONFIG, new_step
+
+pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+
+
+class Momentum(OptimizerConfig):
+    """Gradient descent with momentum."""
+
+    bytes_per_weight = 4
+    name: Literal["momentum"] = "momentum"
+
+    def create(self, groups, learning_rate):
+        return torch.optim.SGD(groups, lr=learning_rate, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("scheduler", "expected"),
+    [
+        ({"name": "cosine"}, [0.5, 1, 0.853553, 0.5, 0.146447]),
+        ({"name": "linear"}, [0.5, 1, 0.75, 0.5, 0.25]),
+        ({"name": "constant"}, [0.5, 1, 1, 1, 1]),
+        ({"name": "warmup_stable_decay", "decay_share": 0.5}, [0.5, 1, 1, 1, 0.5]),
+    ],
+)
+def test_rate_follows_schedule(scheduler, expected):
+    """One of five steps warms up."""
+    config = TrainingConfig.model_validate({"warmup_share": 0.2, "scheduler": scheduler})
+
+    factors = [learning_rate_factor(step, 5, config) for step in range(5)]
+
+    assert factors == pytest.approx(expected, abs=1e-6)
+
+
+def test_adamw_takes_betas_and_eps():
+    config = TrainingConfig(optimizer=AdamW(betas=(0.8, 0.95), eps=1e-6))
+
+    optimizer = new_optimizer(torch.nn.Linear(2, 3), config)
+
+    assert optimizer.defaults["betas"] == (0.8, 0.95)
+    assert optimizer.defaults["eps"] == 1e-6
+
+
+def test_optimizer_is_found_by_import_path():
+    path = f"{__name__}:Momentum"
+
+    config = TrainingConfig.model_validate({"optimizer": {"name": path}})
+
+    assert isinstance(new_optimizer(torch.nn.Linear(2, 3), config), torch.optim.SGD)
+    assert config.model_dump(mode="json")["optimizer"] == {"name": path}
+
+
+@pytest.mark.parametrize(("optimizer", "num_bytes"), [(AdamW8bit(), 10), (Adafactor(), 8)])
+def test_small_state_needs_less_memory(optimizer, num_bytes):
+    model = torch.nn.Linear(2, 3)
+
+    assert held_bytes(model, optimizer) == (6 + 3) * num_bytes
+
+
+def test_missing_bitsandbytes_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+
+    with raises("missing-package"):
+        AdamW8bit().create([], 1e-3)
+
+
+def test_sharded_run_needs_adamw():
+    launched = Launched(DistributedType.FSDP)
+    config = TrainingConfig(optimizer=Adafactor())
+
+    with raises("unsupported-launcher"):
+        engine._refuse_unsupported(launched, config, quantized=False)
+
+
+@pytest.mark.parametrize("optimizer", [Adafactor(), AdamW8bit(), Momentum()])
+def test_stopped_run_resumes_bit_identically(model_folders, tmp_path, optimizer):
+    if optimizer.name == "adamw_8bit":
+        pytest.importorskip("bitsandbytes")
+    config = CONFIG.model_copy(update={"optimizer": optimizer})
+    folder = model_folders["bert_dropout"]
+
+    def run(step, out, resume):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        train(training_runs.accelerator(), step, config, Run(tmp_path / out, resume, {}))
+        return {name: value.detach().clone() for name, value in step.named_parameters()}
+
+    whole = run(new_step(folder), "whole", resume=False)
+    with raises("interrupted"):
+        run(training_runs.signal_in(new_step(folder), 5, signal.SIGINT), "cut", resume=False)
+    resumed = run(new_step(folder), "cut", resume=True)
+
+    first = dict(new_step(folder).named_parameters())
+    assert any(not torch.equal(first[name], value) for name, value in whole.items())
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
