@@ -38,6 +38,7 @@ from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.serving.answer import RoutedSkill
+from skilltrain.serving.filters import Filters
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import read_watched
 from skilltrain.serving.router import Router
@@ -47,10 +48,8 @@ from skilltrain.texts import clean_text
 
 Flagged = Literal["mark", "withhold"]
 """What happens to skills that the safety screening flags."""
-Filters = dict[Literal["category", "lang", "source", "license"], list[str]]
-"""Allowed values of a skill, by field."""
 MAX_SKILLS = 50
-"""Largest number of skills in an answer, and number of skills to which filters are applied."""
+"""Largest number of skills in an answer."""
 PAGE_SIZE = 100
 """Number of skills on one page of the list."""
 WARNING = (
@@ -209,8 +208,7 @@ class Service:
         Args:
             query: A task in plain words.
             k: Largest number of skills.
-            filters: Allowed values of category, lang, source or license. They are applied to the
-                best `MAX_SKILLS` skills.
+            filters: What a skill must have. None: all skills may be answers.
 
         Returns:
             `fits` (whether any skill fits), `skills` (best first), and a `note` that their texts
@@ -219,9 +217,9 @@ class Service:
         Raises:
             SkilltrainError: The query is empty.
         """
-        # More than `k` skills are needed if some of them will be left out.
+        # More than `k` skills are needed if some of them are withheld.
         withholds = self.flagged == "withhold"
-        answer = self.router.route(query, MAX_SKILLS if filters or withholds else k)
+        answer = self.router.route(query, MAX_SKILLS if withholds else k, filters)
         pool = self.router.skills
 
         rows = []
@@ -230,8 +228,7 @@ class Service:
             skill = pool.get(result.skill_id)
             if skill is None or (result.flags and withholds):
                 continue  # the pool has changed since, or the skill is withheld
-            if _matches(skill, filters or {}):
-                rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
+            rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
         rows = rows[:k]
 
         if self.log is not None:
@@ -385,11 +382,6 @@ def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Content
 def _unknown_uri(uri: str) -> SkilltrainError:
     """Return the error for a URI at which nothing is served."""
     return SkilltrainError("unknown-skill", "no skill is served here", where=untrusted_line(uri))
-
-
-def _matches(skill: Skill, filters: Filters) -> bool:
-    """Return whether each filtered field of a skill has an allowed value."""
-    return all(getattr(skill, field) in values for field, values in filters.items())
 
 
 def _answer_row(result: RoutedSkill, skill: Skill) -> dict[str, Any]:
