@@ -83,7 +83,7 @@ def test_completion_has_text_with_usage(server: LLMServer):
 
 
 def test_request_carries_all_parameters(server: LLMServer):
-    complete(open_client(server, temperature=0.5, max_tokens=7), 3, "Be brief.")
+    complete(open_client(server, temperature=0.5, top_p=0.9, max_tokens=7), 3, "Be brief.")
 
     assert server.authorizations == [f"Bearer {KEY}"]
     assert server.requests == [
@@ -95,6 +95,7 @@ def test_request_carries_all_parameters(server: LLMServer):
             ],
             "seed": 3,
             "temperature": 0.5,
+            "top_p": 0.9,
             "max_tokens": 7,
         }
     ]
@@ -452,7 +453,13 @@ def test_cached_answers_count_towards_budget(server: LLMServer, tmp_path: Path):
 
 @pytest.mark.parametrize(
     "changed",
-    [{"temperature": 0.5}, {"temperature": None}, {"max_tokens": 7}, {"model": "n"}],
+    [
+        {"temperature": 0.5},
+        {"temperature": None},
+        {"top_p": 0.9},
+        {"max_tokens": 7},
+        {"model": "n"},
+    ],
 )
 def test_other_parameters_ask_again(server: LLMServer, tmp_path: Path, changed: dict[str, Any]):
     ask_numbers(open_client(server, tmp_path), 1)

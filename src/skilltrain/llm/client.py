@@ -28,6 +28,7 @@ ReplyT = TypeVar("ReplyT")
 
 _MIN_SECRET_CHARS = 8  # a shorter key, such as "none", is not secret and may be a common word
 _MAX_REASON_CHARS = 300
+_MAX_TEMPERATURE = 2.0  # of OpenAI's API
 _MAX_FAILURES = 20  # consecutive failures that end the run
 _CONNECTION_ERRORS = ("ConnectError", "ConnectTimeout")  # classes of httpx
 # Settings that an answer depends on. They are part of the answer's key in the cache.
@@ -143,6 +144,8 @@ class LLM:
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
         self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
+        if config.top_p is not None:  # without it, keys are those of earlier versions
+            self._parameters["top_p"] = config.top_p
         self._num_failures = 0  # requests in a row that failed
         self._failures_lock = Lock()
 
@@ -193,7 +196,10 @@ class LLM:
             limit_name: config.max_tokens,
         }
         if config.temperature is not None:
-            body["temperature"] = config.temperature
+            temperature = config.temperature + request.added_temperature
+            body["temperature"] = min(temperature, _MAX_TEMPERATURE)
+        if config.top_p is not None:
+            body["top_p"] = config.top_p
 
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))

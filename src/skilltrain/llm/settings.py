@@ -117,6 +117,12 @@ class LLMConfig(ServerConfig):
         default="gpt-4o-mini", min_length=1, description="the server's name of the model"
     )
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
+    top_p: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="probability of the tokens to draw from; null: the server's own",
+    )
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
     cache: Path | None = Field(
         default=Path("~/.cache/skilltrain/llm"),
