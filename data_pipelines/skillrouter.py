@@ -8,6 +8,8 @@ Lists for the reranker, with the trained encoder:
     python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b
 Lists for recipes/paper/*.yaml:
     python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper
+The same with the prompt of table 2, which you copy into a YAML file (docs/papers/skillrouter.md):
+    python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper prompt=table_2.yaml
 Another model that writes queries, and other quotas:
     python data_pipelines/skillrouter.py SKILLS runs/other \
         llm='{kind: openai, model: gpt-4o}' quotas='{semantic: 6, lexical: 4}'
@@ -41,8 +43,9 @@ _PAPER_FILTER: dict[str, Any] = {
 }
 # Settings in which the paper differs from our defaults, by the folder that a stage writes.
 PAPER: dict[str, dict[str, Any]] = {
+    "pool": {"drop_duplicates": False},  # (2.1) Ours drops skills with equal texts.
     "queries": {
-        "prompt": "skillrouter",  # (table 2) ours: seven styles
+        "prompt": "skillrouter",  # our words for table 2; ours: seven styles
         "max_skills": 37_979,  # (4.2) drawn by category; ours: one query for every skill
         "dev_share": 0,  # none are held out; ours: 5% of the skills
     },
@@ -70,6 +73,9 @@ class Pipeline(Config):
     )
     llm: dict[str, Any] = Field(
         default={"kind": "openai", "model": "gpt-4o-mini"}, description="who writes queries"
+    )
+    prompt: str | None = Field(
+        default=None, description="named prompt or YAML file for the queries; null: the variant's"
     )
     template: dict[str, Any] | None = Field(
         default={"instruction": INSTRUCTION}, description="what the base sees"
@@ -172,6 +178,8 @@ def run(pipeline: Pipeline) -> None:
     for recipe in recipes:
         if pipeline.variant == "paper":
             recipe |= PAPER.get(recipe["out"].name, {})
+        if recipe["stage"] == "synthesize" and pipeline.prompt is not None:
+            recipe["prompt"] = pipeline.prompt
         summary = run_stage(parse_recipe(recipe, __file__), resume=False)
         print(recipe["stage"], summary)
 

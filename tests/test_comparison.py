@@ -83,6 +83,16 @@ def test_p_counts_resamples_at_or_below_zero():
     assert p == pytest.approx(2 * 67 / 256, abs=0.02)
 
 
+def test_seed_draws_other_samples():
+    values = np.random.default_rng(3).random((20, 1))
+
+    first = resampled_means(values)
+    other = resampled_means(values, seed=42)
+
+    assert not np.array_equal(first, other)
+    assert np.array_equal(first, resampled_means(values, seed=0))
+
+
 def test_p_is_at_most_one():
     _, p = paired_difference([1, 0], [0, 1])
 
@@ -219,6 +229,18 @@ def test_holm_is_closed_test_of_bonferroni(p_values: list[float]):
                 expected[position] = max(expected[position], bonferroni_p)
 
     assert holm(p_values) == pytest.approx(expected)
+
+
+@settings(max_examples=50)
+@given(st.lists(st.floats(0.001, 1), min_size=2, max_size=6))
+def test_holm_of_part_bounds_whole(p_values: list[float]):
+    num_made = len(p_values) // 2
+
+    part = holm(p_values[:num_made], num_planned=len(p_values))
+
+    whole = holm(p_values)[:num_made]
+    assert all(bound >= p - 1e-12 for bound, p in zip(part, whole, strict=True))
+    assert part[0] >= min(1.0, len(p_values) * min(p_values[:num_made]))
 
 
 def test_holm_of_no_test_is_empty():

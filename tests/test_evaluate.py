@@ -19,7 +19,7 @@ from skilltrain.llm.answers import estimate_tokens
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
-from skilltrain.runs import dry_run
+from skilltrain.runs import dry_run, run_stage
 from skilltrain.tables import CLUSTERS, RANKINGS, read_table, write_table
 
 SKILLS_OF_POOL = [
@@ -125,6 +125,70 @@ def test_scores_of_each_query_are_saved(two_systems):
         ("mine", "q2", 0.0),
         ("mine", "q3", 0.0),
     ]
+
+
+NAMES = {"name": "names", "rankers": [{"kind": "lexical", "fields": "nd"}]}
+NEVER = {"name": "missing", "rankers": [{"kind": "dense", "source": "no/such-model"}]}
+
+
+def test_only_named_systems_run(folder):
+    settings = {"pool": folder / "pool", "systems": [BM25, NEVER, NAMES]}
+
+    evaluate(folder, **settings, only=["names", "bm25"], measures=["Hit@1"])
+
+    metrics = saved_metrics(folder)
+    assert list(means(folder)) == ["bm25", "names"]
+    assert metrics["notes"] == [
+        "2 of 3 systems ran (only). P-values are corrected as if all had run."
+    ]
+
+
+def test_only_needs_inputs_of_its_rows(folder):
+    saved = {"name": "saved", "rankers": [{"kind": "saved", "rankings": folder / "missing"}]}
+    (folder / "out").rmdir()
+    settings = {"pool": folder / "pool", "systems": [BM25, saved], "measures": ["Hit@1"]}
+
+    run_stage(config_of(folder, **settings, only=["bm25"]), resume=False)
+
+    assert list(means(folder)) == ["bm25"]
+    with raises("not-found"):
+        run_stage(config_of(folder, **settings, only=["saved"]), resume=False)
+
+
+def test_only_keeps_comparison_family(folder):
+    wrong = {f"q{number}": ["s3", "s2"] for number in (1, 2, 3)}
+    settings = {
+        "pool": folder / "pool",
+        "systems": [BM25, NEVER, NAMES],
+        "predictions": predict(folder, wrong),
+    }
+
+    evaluate(folder, **settings, only=["bm25"], measures=["Hit@1"])
+
+    # The table compares (bm25, missing), (bm25, names), (bm25, mine), (missing, names) and
+    # (names, mine). BM25 wins 2 queries of 3, so p is .5, and 5 times this is 1.
+    (row,) = saved_metrics(folder)["differences"]
+    assert (row["baseline"], row["system"]) == ("bm25", "mine")
+    assert (row["p"], row["p_holm"]) == (0.5, 1.0)
+
+
+def test_unknown_row_is_refused(folder):
+    with raises("invalid-setting") as caught:
+        config_of(folder, systems=[BM25], only=["bm26"])
+
+    assert "only: no system is called 'bm26', but bm25" in str(caught.value)
+
+
+def test_bootstrap_seed_changes_intervals_only(folder):
+    rows = []
+    for seed in (0, 42):
+        predictions = predict(folder, {"q1": ["s0"], "q2": ["s3", "s0", "s1"], "q3": ["s1", "s3"]})
+        evaluate(folder, predictions=predictions, measures=["MRR@10"], bootstrap_seed=seed)
+        metrics = saved_metrics(folder)
+        assert metrics["seed"] == seed
+        rows.append(metrics["systems"][0]["metrics"]["MRR@10"])
+
+    assert rows[0]["mean"] == rows[1]["mean"]
 
 
 def test_saved_rankings_are_a_ranker(folder):

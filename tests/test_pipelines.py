@@ -83,6 +83,7 @@ def test_skillrouter_uses_one_base_encoder(run_skillrouter):
 def test_skillrouter_variant_has_settings_of_paper(run_skillrouter):
     configs = {config.out.name: config for config in run_skillrouter(variant="paper", depth=20)}
 
+    assert not configs["pool"].drop_duplicates
     queries = configs["queries"]
     assert (queries.prompt, queries.max_skills) == ("skillrouter", 37_979)
     assert (queries.num_words, queries.dev_share) == (160, 0)
@@ -105,3 +106,14 @@ def test_skillrouter_variant_has_settings_of_paper(run_skillrouter):
     reranker_lists = configs["reranker_lists"]
     assert (reranker_lists.absent_gold, reranker_lists.list_size) == ("drop", 20)
     assert configs["candidates"].depth == 20
+
+
+def test_skillrouter_takes_prompt_file(run_skillrouter, tmp_path):
+    file = tmp_path / "table_2.yaml"
+    file.write_text("system: Write.\nuser: '{{ name }}: {{ body }}'\n")
+
+    configs = {
+        config.out.name: config for config in run_skillrouter(variant="paper", prompt=str(file))
+    }
+
+    assert configs["queries"].prompt == file

@@ -93,6 +93,31 @@ def test_valid_skills_of_query(lists, skill_ids, score_context, expected):
         assert row == [mark == "Y" for mark in marks]
 
 
+@pytest.mark.parametrize(
+    ("mask", "expected"),
+    [("none", "YYYYY"), ("positives", "YY.YY"), ("names", "YY..Y"), ("clusters", "YY...")],
+)
+def test_each_mask_includes_weaker_ones(mask, expected):
+    # c is a positive outside the list, d has the name of a, and e is a near-duplicate of a.
+    judged = replace(PODS, positives=frozenset("ac"))
+    data = TrainingSet((judged,), SKILLS, {"a": 7, "e": 7})
+
+    score_context = ScoreContext.of(data, ONE_WAY, True, mask)
+    batch = encoder_scores([judged], [judged], unit(1, 0), None, IDS, unit(5, 1), score_context)
+
+    assert batch.valid.tolist() == [[mark == "Y" for mark in expected]]
+
+
+def test_unmasked_query_is_not_its_own_negative():
+    lists = [PODS, CLIPS]
+    score_context = ScoreContext.of(TrainingSet((PODS, CLIPS), SKILLS), ALL_SIDES, True, "none")
+    queries = unit(2, 0)
+
+    batch = encoder_scores(lists, lists, queries, queries, IDS, unit(5, 1), score_context)
+
+    assert batch.negatives["query_to_query"].tolist() == [[False, True], [True, False]]
+
+
 NEAR = replace(PODS, gains=(1.0, 0.5))  # b has a gain but is no positive
 
 

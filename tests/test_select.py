@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from faults import raises
 from llm_server import LLMServer, Reply, chat
 from skilltrain.config import validate
 from skilltrain.llm import AnswerError, estimate_cost
@@ -127,6 +128,73 @@ def test_prompt_may_leave_bodies_out(server):
     prompt = user_text(server.requests[0])
     assert "Body" not in prompt
     assert "Name: name-b\nDescription: Topic bbb.\n===" in prompt
+
+
+def prompt_file(folder: Path, user: str) -> Path:
+    """Write a prompt whose user message has this template."""
+    file = folder / "prompt.yaml"
+    file.write_text(f"system: Choose.\nuser: |-\n  {user}\n")
+    return file
+
+
+NUMBERED = "{{ query }}{% for skill in skills %} [{{ loop.index }}] {{ skill.name }}"
+
+
+def test_prompt_file_replaces_messages(server, tmp_path):
+    user = NUMBERED + " {{ skill.description }} {{ skill.body }}{% endfor %}"
+    caps = {"query_chars": 4, "description_chars": 5, "body_chars": 6}
+    server.otherwise = lambda request: Reply("2")
+
+    letters, _ = rank_candidates(
+        SelectConfig, server, {"q": "ab"}, prompt=str(prompt_file(tmp_path, user)), **caps
+    )
+
+    assert letters == {"q": "ba"}
+    assert server.requests[0]["messages"] == [
+        {"role": "system", "content": "Choose."},
+        {"role": "user", "content": "Fill [1] name-a Topic Body o [2] name-b Topic Body o"},
+    ]
+
+
+def test_prompt_file_may_leave_bodies_out(server, tmp_path):
+    user = NUMBERED + "{% if skill.body %} Body{% endif %}{% endfor %}"
+    server.otherwise = lambda request: Reply("2")
+
+    rank_candidates(
+        SelectConfig,
+        server,
+        {"q": "ab"},
+        body_chars=None,
+        prompt=str(prompt_file(tmp_path, user)),
+    )
+
+    assert user_text(server.requests[0]) == "Fill a form [1] name-a [2] name-b"
+
+
+@pytest.mark.parametrize(
+    ("user", "fault"),
+    [
+        ("{{ task }}", "'task' is undefined (the placeholders are query, skills)"),
+        (f"{NUMBERED} {{{{ skill.text }}}}{{% endfor %}}", "no attribute 'text'"),
+        ("{{ query }}", "the prompt does not use the placeholder skills"),
+        (f"{NUMBERED[11:]}{{% endfor %}}", "the prompt does not use the placeholder query"),
+    ],
+)
+def test_faulty_prompt_file_is_refused(server, tmp_path, user, fault):
+    settings = {"llm": chat(server), "prompt": str(prompt_file(tmp_path, user))}
+    config = validate(SelectConfig, settings, "test")
+
+    with raises("invalid-recipe") as error:
+        config.check()
+
+    assert fault in str(error.value)
+
+
+def test_missing_prompt_file_is_refused(server, tmp_path):
+    config = validate(SelectConfig, {"llm": chat(server), "prompt": str(tmp_path / "no")}, "test")
+
+    with raises("unreadable-file"):
+        config.check()
 
 
 def test_hostile_text_stays_inside_its_frame(server):

@@ -422,6 +422,41 @@ def test_skillrouter_prompt_names_missing_category():
     assert "Category: unknown\n" in user
 
 
+def prompt_file(folder: Path, user: str) -> Path:
+    """Write a prompt whose user message has this template."""
+    file = folder / "prompt.yaml"
+    file.write_text(f"system: Write.\nuser: '{user}'\n")
+    return file
+
+
+def test_prompt_file_has_fields_of_skill(tmp_path):
+    user = "{{ name }} ({{ category }}), {{ description }}: {{ body }}"
+    sorter = skill(1, category="office", description="Sorts.", body="<|im_end|>Steps and more")
+
+    messages = prompts(sorter, prompt=str(prompt_file(tmp_path, user)), body_chars=15)
+
+    assert messages == ("Write.", "invoice-sorter (office), Sorts.: < |im_end|>Steps")
+
+
+@pytest.mark.parametrize(
+    ("user", "fault"),
+    [
+        ("{{ body_preview }}", "is undefined; the placeholders are name, category, description"),
+        ("{{ name }}", "the prompt does not use the placeholder body or fenced"),
+        ("{{ body", "the prompt cannot be rendered: unexpected end of template"),
+        ("{{ body.__class__.mro() }}", "access to attribute ''__class__'' of"),
+    ],
+)
+def test_faulty_prompt_file_is_refused(tmp_path, user: str, fault: str):
+    file = prompt_file(tmp_path, user)
+
+    with raises("invalid-setting") as error:
+        config_of(tmp_path, prompt=str(file))
+
+    assert str(error.value).count("\n") == 0
+    assert fault.replace("''", "'") in str(error.value)
+
+
 def test_terse_share_makes_terse_queries(honest: LLMServer, tmp_path):
     write_skills(tmp_path, 4)
     settings = {"style": "as a bug report", "num_queries_per_skill": 4, "terse_share": 0.5}

@@ -100,6 +100,10 @@ class Config(BaseModel):
         allow_inf_nan=False,
     )
 
+    def unused_settings(self) -> frozenset[str]:
+        """Return the keys of settings whose inputs this run does not read, such as `systems.2`."""
+        return frozenset()
+
 
 class _RecipeLoader(yaml.SafeLoader):
     """YAML loader that refuses repeated keys and endless aliases, and reads dates as text."""

@@ -229,19 +229,22 @@ def input_fingerprint(path: Path) -> str:
         ) from error
 
 
-def input_paths(config: BaseModel) -> dict[str, Path]:
+def input_paths(config: Config) -> dict[str, Path]:
     """Return the files and folders that a stage reads, by the key of their setting.
 
     A key such as `encoder.source` leads into a section, and `sources.0` into a list.
     """
     paths = {}
+    unused = config.unused_settings()
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
         items = {name: value}
         if isinstance(value, list | tuple | dict):
             items = {f"{name}.{number}": item for number, item in enumerate(value)}
         for key, item in items.items():
-            if isinstance(item, BaseModel):
+            if key in unused:
+                continue
+            if isinstance(item, Config):
                 for inner_key, path in input_paths(item).items():
                     paths[f"{key}.{inner_key}"] = path
             elif is_input(field) and isinstance(item, Path):
@@ -263,7 +266,7 @@ def _holds_input_mark(annotation: Any) -> bool:
     return isinstance(annotation, InputMark) or any(map(_holds_input_mark, get_args(annotation)))
 
 
-def check_inputs(config: BaseModel, pending: Collection[Path] = ()) -> None:
+def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
     """Raise SkilltrainError for the first missing input, with a hint on how to make it.
 
     Args:

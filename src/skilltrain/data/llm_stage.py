@@ -5,23 +5,20 @@ prompts for an item, and a function that reads the value in an answer or raises 
 `questions_of` joins these; `ask` returns the values and the rows of DROPPED.
 """
 
-import re
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Final
 
-import jinja2
 import yaml
 from pydantic import AfterValidator
 
 from skilltrain.config import load_recipe
 from skilltrain.data.sampling import stable_number
 from skilltrain.data.screening import flags_to_leave_out
-from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLM, LLMConfig, Outcome, Questions, ask_all, estimate_cost
 from skilltrain.llm.ask import ItemT, ValueT
+from skilltrain.llm.prompt_files import render_messages
 from skilltrain.llm.untrusted import fenced
 from skilltrain.plugins import load_plugin
 from skilltrain.records import Dropped, Skill
@@ -36,8 +33,6 @@ STYLES: Final = PROMPTS["styles"]
 SKILLROUTER: Final = PROMPTS["skillrouter"]
 ATTEMPTS = 3  # answers asked for before an item is dropped
 TOKENS_PER_WORD = 1.5  # of answers on average; English takes 1.3, other languages more
-_LANGUAGES = {"en": "English", "zh": "Chinese"}
-_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 
 Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
 """A text in an answer, cleaned and put on one line."""
@@ -45,18 +40,7 @@ Line = Annotated[str, AfterValidator(lambda text: one_line(clean_text(text)))]
 
 def load_prompt(name: str | Path) -> Mapping[str, Any]:
     """Return a prompt with the keys `system` and `user`, from a plug-in or a YAML file."""
-    texts = load_recipe(name) if isinstance(name, Path) else load_plugin("prompt", name)
-    if not {"system", "user"} <= texts.keys():
-        raise SkilltrainError("invalid-recipe", "a prompt has the keys system and user", where=name)
-    return texts
-
-
-@cache
-def _template(text: str) -> jinja2.Template:
-    # Untrusted texts are values of a template, and Jinja2 never renders a value as a template.
-    environment = jinja2.Environment(undefined=jinja2.StrictUndefined)
-    environment.filters["named"] = language_phrase
-    return environment.from_string(text)
+    return load_recipe(name) if isinstance(name, Path) else load_plugin("prompt", name)
 
 
 def render_prompt(texts: Mapping[str, Any], untrusted: str, **values: object) -> tuple[str, str]:
@@ -67,8 +51,7 @@ def render_prompt(texts: Mapping[str, Any], untrusted: str, **values: object) ->
         untrusted: Texts of strangers. The template gets them as `fenced`, between two marked lines.
         values: All other values of the template.
     """
-    values["fenced"] = fenced(untrusted)
-    return _template(texts["system"]).render(values), _template(texts["user"]).render(values)
+    return render_messages(texts, {**values, "fenced": fenced(untrusted)})
 
 
 def questions_of(
@@ -118,15 +101,3 @@ def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
         else:
             unflagged.append(skill)
     return unflagged, dropped
-
-
-def language_phrase(lang: str | None, text: str) -> str:
-    """Return how a prompt names the language of a skill, such as "English".
-
-    Args:
-        lang: Field of the skill. It is untrusted, so it is used only if it is a language code.
-        text: The text whose language is named otherwise: "the language of {text}".
-    """
-    if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
-        return f"the language of {text}"
-    return _LANGUAGES.get(lang, f"the language with the code {lang}")

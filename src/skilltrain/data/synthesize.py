@@ -12,7 +12,6 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-import jinja2
 from pydantic import AfterValidator, BeforeValidator, Field, model_validator
 
 from skilltrain.config import Config, InputMark, InputPath, Seed
@@ -32,7 +31,8 @@ from skilltrain.data.sampling import is_drawn, sample_skills, stable_number
 from skilltrain.data.screening import read_flags, write_flags
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import LLMConfig, Outcome, Questions, estimate_cost
-from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
+from skilltrain.llm.prompt_files import check_prompt
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill, untrusted_text
 from skilltrain.records import OWN_TEXT, Dropped, Judgement, Query, Skill, Verdict, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import SKILLS, read_skills, write_queries, write_table
@@ -40,6 +40,9 @@ from skilltrain.texts import num_words
 
 # Length of a terse query as a prompt says it. The style of `rewrite` begins with "in".
 TERSE_LENGTH: Final = PROMPTS["rewrite"]["styles"]["terse"].removeprefix("in ")
+
+
+_DESCRIPTION_CHARS = 500
 
 
 class OwnTextConfig(Config):
@@ -55,13 +58,13 @@ def _as_path(name: object) -> object:
 
 
 def _check_renders(name: str | Path) -> str | Path:
-    """Return the name or path of a prompt. Raises ValueError if it cannot be rendered."""
+    """Return the name or path of a prompt. Raises ValueError if it cannot be used."""
+    placeholders = ("name", "category", "description", "number", "total", "length", "lang", "style")
+    values = dict.fromkeys(placeholders, "") | {"body": "(body)", "fenced": "(body)"}
     try:
-        render_prompt(load_prompt(name), "", number=1, total=1, length="", lang="en", style="")
+        check_prompt(load_prompt(name), values, {"body or fenced": "(body)"}, name)
     except SkilltrainError as error:
-        raise ValueError(error.problem) from error
-    except jinja2.TemplateError as error:
-        raise ValueError(f"cannot render {name}: {error}") from error
+        raise ValueError(f"{name}: {error.problem}; {error.fix}") from error
     return name
 
 
@@ -96,8 +99,8 @@ class Synthesize(Stage):
     )
     prompt: PromptName = Field(
         default="styles",
-        description="styles: a style for each query; skillrouter: the paper's table 2, with the "
-        "skill's category; or a YAML file with the keys system and user",
+        description="styles: a style for each query; skillrouter: our words for table 2; or a YAML "
+        "file with system and user, and {{ body }} or {{ fenced }} in them",
     )
     style: str | None = Field(
         default=None,
@@ -294,12 +297,17 @@ def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
         length = f"about {config.num_words} words"
 
     texts = load_prompt(config.prompt)
-    material = untrusted_skill(skill, description_chars=500, body_chars=config.body_chars)
+    material = untrusted_skill(skill, _DESCRIPTION_CHARS, config.body_chars)
+    category = untrusted_line(skill.category or "unknown")
     if texts.get("shows_category"):
-        material = f"Category: {untrusted_line(skill.category or 'unknown')}\n{material}"
+        material = f"Category: {category}\n{material}"
     return render_prompt(
         texts,
         material,
+        name=untrusted_line(skill.name),
+        category=category,
+        description=untrusted_line(skill.description, _DESCRIPTION_CHARS),
+        body=untrusted_text(skill.body, config.body_chars),
         number=query.number,
         total=config.num_queries_per_skill,
         length=length,

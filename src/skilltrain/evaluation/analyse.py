@@ -21,7 +21,7 @@ from pydantic import Field, SerializeAsAny
 from skilltrain.config import Config, InputPath
 from skilltrain.evaluation.report import Report
 from skilltrain.metrics.benchmarks.benchmark import Benchmark
-from skilltrain.metrics.bootstrap import Interval, cluster_sums, separation
+from skilltrain.metrics.bootstrap import SEED, Interval, cluster_sums, separation
 from skilltrain.metrics.comparison import SystemResult, shared_query_ids, sign_test, values_of
 from skilltrain.metrics.measures import Measure, per_query
 from skilltrain.metrics.slices import Row, means_of
@@ -161,7 +161,10 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
 
 
 def unserved_separation(
-    rankings_by_system: Mapping[str, Rankings], query_ids: Sequence[str], unserved: Sequence[Query]
+    rankings_by_system: Mapping[str, Rankings],
+    query_ids: Sequence[str],
+    unserved: Sequence[Query],
+    seed: int = SEED,
 ) -> dict[str, Interval]:
     """Return how well each system's best score separates served queries from unserved ones.
 
@@ -170,6 +173,7 @@ def unserved_separation(
     Args:
         query_ids: Queries that a skill serves.
         unserved: Queries that no skill serves.
+        seed: Seed of the bootstrap.
     """
     unserved_ids = [query.query_id for query in unserved]
     separations = {}
@@ -182,7 +186,7 @@ def unserved_separation(
             best_scores[query_id] = best_score
         served_scores = [best_scores[query_id] for query_id in query_ids]
         unserved_scores = [best_scores[query_id] for query_id in unserved_ids]
-        separations[system] = separation(served_scores, unserved_scores)
+        separations[system] = separation(served_scores, unserved_scores, seed)
     return separations
 
 

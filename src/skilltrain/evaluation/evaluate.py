@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from skilltrain.config import InputPath, InputPaths
+from skilltrain.config import InputPath, InputPaths, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
@@ -34,7 +34,7 @@ from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
-from skilltrain.metrics.bootstrap import Interval
+from skilltrain.metrics.bootstrap import SEED, Interval
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
     COPIES,
@@ -78,6 +78,10 @@ class Evaluate(Stage):
         default=None, description="score the queries of this split only; null for all"
     )
     systems: tuple[SystemConfig, ...] = Field(default=(), description="systems to compare")
+    only: tuple[str, ...] = Field(
+        default=(),
+        description="names of the systems to run; p-values are corrected as if all had run",
+    )
     predictions: InputPaths = Field(
         default=(), description="JSON files {query_id: [skill_id, …]} to score"
     )
@@ -93,6 +97,7 @@ class Evaluate(Stage):
         ge=1,
         description="length of the rankings, at least the largest cutoff of a measure",
     )
+    bootstrap_seed: Seed = Field(default=SEED, description="seed of the bootstrap's samples")
     analysis: AnalysisConfig = Field(
         default=AnalysisConfig(), description="further analyses of systems and rankings"
     )
@@ -109,6 +114,27 @@ class Evaluate(Stage):
             raise ValueError(f"measures: {problem}: give clusters=…")
         return self
 
+    @model_validator(mode="after")
+    def _check_only(self) -> "Evaluate":
+        names = [system.name for system in self.systems]
+        for name in self.only:
+            if name not in names:
+                raise ValueError(f"only: no system is called '{name}', but {', '.join(names)}")
+        return self
+
+    @property
+    def selected_systems(self) -> tuple[SystemConfig, ...]:
+        """The systems to run, in the order of the table."""
+        if not self.only:
+            return self.systems
+        return tuple(system for system in self.systems if system.name in self.only)
+
+    def unused_settings(self) -> frozenset[str]:
+        """Return the keys of the systems that do not run."""
+        selected = self.selected_systems
+        keys = {f"systems.{n}": system for n, system in enumerate(self.systems)}
+        return frozenset(key for key, system in keys.items() if system not in selected)
+
     @property
     def scored(self) -> tuple[Measure, ...]:
         """All measures: `measures` and, if there are `clusters`, the same with copies."""
@@ -118,13 +144,14 @@ class Evaluate(Stage):
     @property
     def num_systems(self) -> int:
         """Number of systems and files of predictions."""
-        return len(self.systems) + len(self.predictions)
+        return len(self.selected_systems) + len(self.predictions)
 
     def run(self, out: Path) -> Summary:
         """Write the report and the rankings, print a table, and return the means."""
         data = _load(self)
-        check_systems(self.systems)  # before the analyses, which may take long
-        inputs = Inputs(self.systems, data.benchmark, data.skills)
+        systems = self.selected_systems
+        check_systems(systems)  # before the analyses, which may take long
+        inputs = Inputs(systems, data.benchmark, data.skills)
         analysis: dict[str, Any] = dict(run_input_analyses(self.analysis, inputs))
 
         # Rank all queries, also those that no skill serves. There is one result for each ranker of
@@ -132,12 +159,13 @@ class Evaluate(Stage):
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
         results_by_system, chat_counts = _rank(self, data, unserved)
         query_ids = list(data.benchmark.relevances)
-        notes = [*data.benchmark.notes, *_chat_notes(chat_counts)]
+        notes = [*data.benchmark.notes, *_selection_notes(self), *_chat_notes(chat_counts)]
         if unserved:
             final_rankings = {
                 system: results[-1].rankings for system, results in results_by_system.items()
             }
-            separations = unserved_separation(final_rankings, query_ids, unserved)
+            seed = self.bootstrap_seed
+            separations = unserved_separation(final_rankings, query_ids, unserved, seed)
             analysis["unserved"] = separations
             notes += _unserved_notes(separations, len(query_ids), len(unserved))
 
@@ -179,7 +207,7 @@ class Evaluate(Stage):
         """Count what would be ranked, and estimate the cost of chat models and servers."""
         data = _load(self)
         skills = list(chain.from_iterable(pool.values() for pool in data.pools))
-        return estimate_ranking(self.systems, data.benchmark.queries, skills)
+        return estimate_ranking(self.selected_systems, data.benchmark.queries, skills)
 
 
 def score_predictions(config: Evaluate) -> Report:
@@ -287,7 +315,9 @@ def _rank(
         if not stages_by_system:  # the first tier
             queries.extend(unserved)
         tier_suffix = f", {tier.name}" if data.benchmark.tiers else ""
-        ranked = run_systems(config.systems, queries, list(pool.values()), depth, num_timed)
+        ranked = run_systems(
+            config.selected_systems, queries, list(pool.values()), depth, num_timed
+        )
 
         for system, stages in ranked.items():
             for stage in stages:
@@ -406,8 +436,11 @@ def _report(
     results = []
     for name, rankings in ranked_ids.items():
         values = per_query(rankings, benchmark.relevances, config.scored)
-        results.append(SystemResult(name, values, rankings, benchmark.clusters))
-    return build_report(benchmark, results, config.scored, skills, notes, provenance)
+        clusters = benchmark.clusters
+        results.append(SystemResult(name, values, rankings, clusters, config.bootstrap_seed))
+    planned = [system.name for system in config.systems]
+    planned += [file.stem for file in config.predictions]
+    return build_report(benchmark, results, config.scored, skills, notes, provenance, planned)
 
 
 def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
@@ -421,7 +454,7 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
         "Benchmark": " + ".join(path.resolve().name for path in config.benchmark) + split,
         "Pool": f"{pool}, {num_skills:,} skills",
     }
-    for system in config.systems:
+    for system in config.selected_systems:
         models = []
         for ranker in flatten_rankers(system.rankers):
             model = ranker.server.model if ranker.server else ranker.model_source
@@ -432,6 +465,14 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
             provenance[f"System {system.name}"] = ", ".join(models)
     provenance["Made"] = f"{date.today().isoformat()} with skilltrain {__version__}"
     return provenance
+
+
+def _selection_notes(config: Evaluate) -> list[str]:
+    """Write a sentence about the systems that did not run."""
+    if not config.only:
+        return []
+    counts = f"{len(config.selected_systems)} of {len(config.systems)}"
+    return [f"{counts} systems ran (only). P-values are corrected as if all had run."]
 
 
 def _unserved_notes(

@@ -10,7 +10,7 @@ from pydantic_core import to_jsonable_python
 
 from skilltrain.evaluation.page import counted
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
-from skilltrain.metrics.bootstrap import RESAMPLES, SEED, Interval
+from skilltrain.metrics.bootstrap import RESAMPLES, Interval
 from skilltrain.metrics.comparison import Comparison, SystemResult, compare
 from skilltrain.metrics.measures import COPIES, Measure, Relevance, resolve_alternatives
 from skilltrain.metrics.slices import (
@@ -76,6 +76,11 @@ class Report:
     def systems(self) -> list[str]:
         """Names of the systems."""
         return [result.name for result in self.results]
+
+    @property
+    def seed(self) -> int:
+        """Seed of the bootstrap."""
+        return self.results[0].seed
 
     @property
     def labels(self) -> dict[str, list[SliceMeans]]:
@@ -180,7 +185,7 @@ class Report:
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,
-                "seed": SEED,
+                "seed": self.seed,
                 "resamples": RESAMPLES,
                 "systems": [self._system(name) for name in self.systems],
                 "slices": [_slice_row(query_slice) for query_slice in self.slices],
@@ -214,21 +219,22 @@ def build_report(
     skills: Mapping[str, Skill],
     notes: Sequence[str] = (),
     provenance: Mapping[str, str] | None = None,
+    planned: Sequence[str] = (),
 ) -> Report:
     """Compute the means with 95% intervals, overall and by slice, and compare the systems.
-
-    Each system is compared with the first system and with its predecessor.
 
     Args:
         skills: Skills by id.
         provenance: What was evaluated, by title.
+        planned: Names of all systems of the table, if only some of them have results. P-values are
+            corrected as if all had some.
     """
     names = tuple(map(str, measures))
     labels = labels_of(benchmark.tasks, skills)
     slices = means_by_slice(results, labels, names)
     systems = [result.name for result in results]
-    pairs = [(systems[0], system) for system in systems[1:]]
-    pairs += [pair for pair in pairwise(systems) if pair not in pairs]
+    planned_pairs = _compared_pairs(planned or systems)
+    pairs = [pair for pair in planned_pairs if set(pair) <= set(systems)]
     compared = [name for name in names if name in COMPARED] or [names[0]]
     return Report(
         benchmark,
@@ -236,8 +242,14 @@ def build_report(
         names,
         tuple(results),
         slices,
-        comparisons=compare(results, pairs, compared),
+        comparisons=compare(results, pairs, compared, len(planned_pairs)),
         gaps=description_length_gaps(results, slices, compared[0]),
         notes=tuple(notes),
         provenance=provenance or {},
     )
+
+
+def _compared_pairs(systems: Sequence[str]) -> list[tuple[str, str]]:
+    """Pair each system with the first system and with its predecessor."""
+    pairs = [(systems[0], system) for system in systems[1:]]
+    return pairs + [pair for pair in pairwise(systems) if pair not in pairs]

@@ -21,7 +21,7 @@ from skilltrain.evaluation.page import (
 )
 from skilltrain.evaluation.report import ANALYSES, Report
 from skilltrain.files import write_json, write_jsonl, write_text
-from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, SEED, Interval, compact
+from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
 from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
 from skilltrain.metrics.slices import ALL, KIND, QUERY_LENGTH, Row, SliceMeans, distinct_slices
@@ -101,7 +101,7 @@ def _common_values(report: Report) -> dict[str, Any]:
         "meanings": _meanings(report.measures),
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
-        "seed": SEED,
+        "seed": report.seed,
         "alpha": ALPHA,
         "max_exact": MAX_EXACT,
         "min_queries": _MIN_QUERIES,

@@ -144,7 +144,7 @@ class LLM:
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
         self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
-        if config.top_p is not None:  # without it, keys are those of earlier versions
+        if config.top_p is not None:  # absent keys keep the answers of earlier versions
             self._parameters["top_p"] = config.top_p
         self._num_failures = 0  # requests in a row that failed
         self._failures_lock = Lock()
@@ -195,11 +195,10 @@ class LLM:
             "seed": request.seed,
             limit_name: config.max_tokens,
         }
+        body |= config.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         if config.temperature is not None:
             temperature = config.temperature + request.added_temperature
             body["temperature"] = min(temperature, _MAX_TEMPERATURE)
-        if config.top_p is not None:
-            body["top_p"] = config.top_p
 
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))

@@ -118,10 +118,7 @@ class LLMConfig(ServerConfig):
     )
     temperature: float | None = Field(default=1.0, ge=0, le=2, description="null: the server's own")
     top_p: float | None = Field(
-        default=None,
-        gt=0,
-        le=1,
-        description="probability of the tokens to draw from; null: the server's own",
+        default=None, gt=0, le=1, description="share of nucleus sampling; null: the server's own"
     )
     max_tokens: int = Field(default=1024, ge=1, description="longest answer, in tokens")
     cache: Path | None = Field(

@@ -71,14 +71,14 @@ def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
     return Interval(float(test.statistic), float(low), float(high), len(values))
 
 
-def separation(above: Sequence[float], below: Sequence[float]) -> Interval:
+def separation(above: Sequence[float], below: Sequence[float], seed: int = SEED) -> Interval:
     """Return the AUROC: the probability that a value of `above` exceeds a value of `below`.
 
     Equal values count half. `n` is the number of values in both lists.
     """
     # [value of above, value of below]
     wins = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     above_counts = _draw_counts(rng, len(above), RESAMPLES)  # [resample, value]
     below_counts = _draw_counts(rng, len(below), RESAMPLES)
     sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)  # [resample]
@@ -92,7 +92,9 @@ def _draw_counts(rng: np.random.Generator, size: int, num_resamples: int) -> np.
 
 
 def intervals(
-    values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
+    values: Float[np.ndarray, "query column"],
+    clusters: Sequence[str] | None = None,
+    seed: int = SEED,
 ) -> tuple[Interval, ...]:
     """Return the mean of each column with its interval, all from the same draws.
 
@@ -102,18 +104,20 @@ def intervals(
         values: One row per query.
         clusters: Cluster of each query. Queries of a cluster are drawn together.
     """
-    return _intervals(values, resampled_means(values, clusters))
+    return _intervals(values, resampled_means(values, clusters, seed))
 
 
 def paired_differences(
-    differences: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
+    differences: Float[np.ndarray, "query column"],
+    clusters: Sequence[str] | None = None,
+    seed: int = SEED,
 ) -> list[tuple[Interval, float]]:
     """Return the mean of each column of paired differences, with its interval and its p-value.
 
     The two-sided p-value is twice the share of resampled means that are 0 or have the other sign.
     One extra resample on each side keeps it above 0. Equal systems have p = 1.
     """
-    means = resampled_means(differences, clusters)
+    means = resampled_means(differences, clusters, seed)
     num_low = np.count_nonzero(means <= _TOLERANCE, axis=0)
     num_high = np.count_nonzero(means >= -_TOLERANCE, axis=0)
     p_values = 2 * (1 + np.minimum(num_low, num_high)) / (RESAMPLES + 1)
@@ -122,7 +126,9 @@ def paired_differences(
 
 
 def resampled_means(
-    values: Float[np.ndarray, "query column"], clusters: Sequence[str] | None = None
+    values: Float[np.ndarray, "query column"],
+    clusters: Sequence[str] | None = None,
+    seed: int = SEED,
 ) -> Float[np.ndarray, "resample column"]:
     """Return the column means of `RESAMPLES` resamples of the queries, or of their clusters.
 
@@ -131,7 +137,7 @@ def resampled_means(
     """
     _check_values(values)
     sums, sizes = cluster_sums(values, clusters)  # [cluster, column], [cluster]
-    rng = np.random.default_rng(SEED)
+    rng = np.random.default_rng(seed)
     means = np.empty((RESAMPLES, values.shape[1]))
     step = max(1, _MAX_CELLS // len(sums))
     for start in range(0, RESAMPLES, step):

@@ -7,6 +7,8 @@ Notes:
     - The one-sided p-value of `sign_test` is the probability of at least as many differences with
       the sign of the mean. The result is twice this value, and at most 1. It is 1 if the mean is
       positive but most differences are negative, or the reverse.
+    - If a part of the planned comparisons is made, a corrected p-value is at least that of the
+      whole, whatever the others give: a p-value of 1 for them makes every factor largest.
 """
 
 import math
@@ -17,7 +19,13 @@ import numpy as np
 from jaxtyping import Float
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.metrics.bootstrap import LEVEL, Interval, cluster_sums, paired_differences
+from skilltrain.metrics.bootstrap import (
+    LEVEL,
+    SEED,
+    Interval,
+    cluster_sums,
+    paired_differences,
+)
 
 ALPHA = 1 - LEVEL
 MAX_EXACT = 25  # queries; if more differ, the bootstrap is accurate enough without an exact test
@@ -33,12 +41,14 @@ class SystemResult:
         per_query: Value of each measure by query id and measure name.
         rankings: Ranked skill ids by query id.
         clusters: Cluster by query id, for queries that the bootstrap draws together.
+        seed: Seed of the bootstrap.
     """
 
     name: str
     per_query: Mapping[str, Mapping[str, float]]
     rankings: Mapping[str, Sequence[str]]
     clusters: Mapping[str, str] = field(default_factory=dict)
+    seed: int = SEED
 
     def clusters_of(self, query_ids: Sequence[str]) -> list[str]:
         """Return the cluster of each query, or its id if it is in no cluster."""
@@ -142,12 +152,16 @@ class Comparison:
 
 
 def compare(
-    results: Sequence[SystemResult], pairs: Sequence[tuple[str, str]], measures: Sequence[str]
+    results: Sequence[SystemResult],
+    pairs: Sequence[tuple[str, str]],
+    measures: Sequence[str],
+    num_pairs: int = 0,
 ) -> tuple[Comparison, ...]:
     """Compare pairs of systems by each measure, over the queries that have a value of it.
 
     Args:
         pairs: Names of baseline and system.
+        num_pairs: Number of pairs that Holm's correction is over, if more than `pairs`.
 
     Returns:
         The comparisons, pair by pair, with Holm's correction over all of them.
@@ -162,7 +176,8 @@ def compare(
         if query_ids:
             comparisons += _compare_by(measure, results, pairs, query_ids)
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
-    return with_holm(comparisons)
+    num_measures = len(comparisons) // len(pairs)
+    return with_holm(comparisons, num_pairs * num_measures)
 
 
 def _compare_by(
@@ -182,7 +197,7 @@ def _compare_by(
     pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
     differences = np.stack(pair_differences, axis=1)  # [query, pair]
     clusters = results[0].clusters_of(query_ids)
-    bootstrapped = paired_differences(differences, clusters)
+    bootstrapped = paired_differences(differences, clusters, results[0].seed)
     sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
 
     comparisons = []
@@ -202,9 +217,13 @@ def _with_counts(comparison: Comparison, differences: Float[np.ndarray, " cluste
     return replace(comparison, num_better=num_better, num_worse=num_worse, p=p)
 
 
-def with_holm(comparisons: Sequence[Comparison]) -> tuple[Comparison, ...]:
-    """Set `p_holm` and `reading` of each comparison by Holm's correction over all of them."""
-    adjusted = holm([comparison.p for comparison in comparisons])
+def with_holm(comparisons: Sequence[Comparison], num_planned: int = 0) -> tuple[Comparison, ...]:
+    """Set `p_holm` and `reading` of each comparison by Holm's correction over all of them.
+
+    Args:
+        num_planned: Number of comparisons that the correction is over, if more than these.
+    """
+    adjusted = holm([comparison.p for comparison in comparisons], num_planned)
     results = []
     for comparison, p in zip(comparisons, adjusted, strict=True):
         verdict = "not told apart"
@@ -234,14 +253,17 @@ def sign_test(differences: Float[np.ndarray, " query"]) -> float:
     return min(1.0, 2 * float(test.pvalue))
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
+def holm(p_values: Sequence[float], num_planned: int = 0) -> list[float]:
     """Correct p-values for multiple comparisons (Holm, 1979) and return them in the same order.
 
     The i-th smallest of m values, counted from 0, is multiplied by m − i. The result is at least
     the previous one and at most 1.
+
+    Args:
+        num_planned: Number of comparisons m, if some were not made. Their p-values count as 1.
     """
     order = np.argsort(p_values, kind="stable")
-    factors = np.arange(len(order), 0, -1)
+    factors = max(num_planned, len(order)) - np.arange(len(order))
     adjusted = np.empty(len(order))
     adjusted[order] = np.maximum.accumulate(factors * np.asarray(p_values)[order])
     return np.minimum(adjusted, 1.0).tolist()

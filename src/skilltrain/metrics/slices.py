@@ -155,7 +155,8 @@ def means_of(
         clusters = results[0].clusters_of(defined_ids)
         all_values = np.concatenate(values, axis=1)  # [query, column]
         columns = product(results, group)
-        for (result, measure), mean in zip(columns, intervals(all_values, clusters), strict=True):
+        column_means = intervals(all_values, clusters, results[0].seed)
+        for (result, measure), mean in zip(columns, column_means, strict=True):
             means[result.name][measure] = mean
 
     # In the order of `measures`.
@@ -192,7 +193,8 @@ def description_length_gaps(
                 continue
             baseline_values = values_of(baseline, query_ids, [measure])
             differences = values_of(system, query_ids, [measure]) - baseline_values
-            (gap,) = intervals(differences, baseline.clusters_of(query_ids))
+            clusters = baseline.clusters_of(query_ids)
+            (gap,) = intervals(differences, clusters, baseline.seed)
             row = {"baseline": baseline.name, "system": system.name, "measure": measure}
             rows.append(row | {"value": part.value, "difference": gap})
     return tuple(rows)

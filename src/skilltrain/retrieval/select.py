@@ -1,18 +1,21 @@
 """A chat model that puts the best candidate first: SkillRouter's protocol (appendix C).
 
-The prompt is our own. Candidates are untrusted (llm/untrusted.py), and an answer can only move one
-of them to the front. A candidate that praises itself may still win. Screening finds skills that
-give orders to the reader (rule router_order).
+The default prompt is our own; a file may hold that of the paper. Candidates are untrusted
+(llm/untrusted.py), and an answer can only move one of them to the front. A candidate that praises
+itself may still win. Screening finds skills that give orders to the reader (rule router_order).
 """
 
 import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from skilltrain.config import InputPath
 from skilltrain.llm import (
     LLM,
     AnswerError,
@@ -22,8 +25,9 @@ from skilltrain.llm import (
     ask_all,
     estimate_cost,
 )
+from skilltrain.llm.prompt_files import read_prompt, render_messages
 from skilltrain.llm.query_prompts import UNTRUSTED, Ask, AskConfig, Prompt, questions_of
-from skilltrain.llm.untrusted import untrusted_skill
+from skilltrain.llm.untrusted import untrusted_line, untrusted_skill, untrusted_text
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
 from skilltrain.terminal import say
@@ -57,6 +61,13 @@ def read_choice(ask: Ask, answer: str) -> str:
     return ask.choices[int(match[1]) - 1].skill_id
 
 
+def _read_prompt(path: Path) -> Mapping[str, Any]:
+    """Read and check the prompt of a chat model that chooses a candidate."""
+    skill = {"name": "(name)", "description": "(description)", "body": "(body)"}
+    values = {"query": "(query)", "skills": [skill]}
+    return read_prompt(path, values, required={"query": "(query)", "skills": "(name)"})
+
+
 class AskingConfig(AskConfig, RankerConfig):
     """A ranker that asks a chat model."""
 
@@ -85,7 +96,7 @@ class ChoosingConfig(AskingConfig):
         default=2000, ge=0, description="how much of a body; null: it sees no body"
     )
     keep: int
-    prompt: ClassVar[Prompt]
+    default_prompt: ClassVar[Prompt]
     min_candidates: ClassVar[int]  # with fewer there is nothing to ask
     only_orders = True
     gives_scores = False
@@ -101,7 +112,11 @@ class ChoosingConfig(AskingConfig):
         if num_candidates < self.min_candidates:
             queries = ()
         items = [self.make_ask(query, rng.sample(skills, num_candidates)) for query in queries]
-        return questions_of(self, LLM(self.llm), self.prompt, items)
+        return self.questions(LLM(self.llm), items)
+
+    def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
+        """Return the questions of the prompt."""
+        return questions_of(self, llm, self.default_prompt, asks)
 
     def make_ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
         """Return what the model sees of a query and its candidates.
@@ -125,8 +140,37 @@ class SelectConfig(ChoosingConfig):
     keep: int = Field(
         default=20, ge=1, description="candidates that it sees; the others stay behind these"
     )
-    prompt = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing")
+    prompt: InputPath | None = Field(
+        default=None,
+        description="YAML file with system and user, and {{ query }} and {{ skills }} in them; "
+        "null: our prompt",
+    )
+    default_prompt = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing")
     min_candidates = 2
+
+    def check(self) -> None:
+        """Raise SkilltrainError if the chat model or the prompt's file cannot be used."""
+        super().check()
+        if self.prompt is not None:
+            _read_prompt(self.prompt)
+
+    def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
+        """Return the questions of the prompt, from its file if there is one."""
+        questions = super().questions(llm, asks)
+        if self.prompt is None:
+            return questions
+        return replace(questions, prompt=partial(self._messages, _read_prompt(self.prompt)))
+
+    def _messages(self, texts: Mapping[str, Any], ask: Ask) -> tuple[str, str]:
+        """Return the messages of a prompt file. Untrusted texts have no frame there."""
+        skills = []
+        for skill in ask.choices:
+            description = untrusted_line(skill.description, self.description_chars)
+            body = untrusted_text(skill.body, self.body_chars or 0)
+            name = untrusted_line(skill.name)
+            skills.append({"name": name, "description": description, "body": body})
+        query = untrusted_text(ask.query.text, self.query_chars)
+        return render_messages(texts, {"query": query, "skills": skills})
 
     def open(self, opened: dict[str, Any]) -> "Select":
         return Select(self, {})
@@ -163,7 +207,7 @@ class Chooser:
             if len(skills) >= config.min_candidates:
                 asks.append(config.make_ask(query, skills))
 
-        questions = questions_of(config, llm, config.prompt, asks)
+        questions = config.questions(llm, asks)
         if asks:
             estimate_cost(questions)  # prints the cost
         outcome = ask_all(questions, drop_if_down=True)

@@ -6,12 +6,14 @@ Notes:
     - Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
       and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
     - A skill is a negative of a positive if it is an in-batch negative of the positive's query.
+    - The key `query …` keeps a query from being its own negative when no skill is masked.
 """
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -26,13 +28,16 @@ from skilltrain.models.pooling import at_least_float32
 from skilltrain.texts import name_key
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
+InBatchMask = Literal["none", "positives", "names", "clusters"]
+"""Skills that are no in-batch negatives of a query. Each value includes those before it."""
+
 
 @dataclass(frozen=True)
 class ScoreContext:
     """Facts about the training set and the loss that every step needs to find negatives.
 
-    Skills are duplicates if they have the same name or near-duplicate cluster. Names and clusters
-    are duplicate keys, for example `name pdf` or `cluster 7`.
+    Skills are duplicates if they have a duplicate key in common, for example `name pdf` or
+    `cluster 7`. The mask decides which keys count.
 
     Attributes:
         in_batch: Whether skills of other queries are negatives.
@@ -47,31 +52,35 @@ class ScoreContext:
     answer_keys_by_query: Mapping[str, Set[str]]
 
     @classmethod
-    def of(cls, data: TrainingSet, loss: Loss, in_batch: bool) -> "ScoreContext":
+    def of(
+        cls, data: TrainingSet, loss: Loss, in_batch: bool, mask: InBatchMask = "clusters"
+    ) -> "ScoreContext":
         """Collect the duplicate keys of all skills, and of the answers of all queries."""
         answer_keys = {}
         for training_list in data.lists:
-            keys = answer_keys.setdefault(training_list.query, set())
+            query = training_list.query
+            keys = answer_keys.setdefault(query, {f"query {query}"})
             for skill_id in training_list.positives:
-                keys.update(_duplicate_keys(skill_id, data))
-        keys_by_skill = {key: _duplicate_keys(key, data) for key in data.skills}
+                keys.update(_duplicate_keys(skill_id, data, mask))
+        keys_by_skill = {key: _duplicate_keys(key, data, mask) for key in data.skills}
         return cls(in_batch, loss.needs, keys_by_skill, answer_keys)
 
 
-def _duplicate_keys(key: str, data: TrainingSet) -> tuple[str, ...]:
-    """Return the duplicate keys of a skill: its name, else its id, and its cluster if it has one.
+def _duplicate_keys(key: str, data: TrainingSet, mask: InBatchMask) -> tuple[str, ...]:
+    """Return the duplicate keys of a skill: id, name and cluster, as far as the mask goes.
 
     Args:
         key: Key of the skill or of one of its windows. A skill may not be in the training set.
         data: The training set.
+        mask: Which of the keys count.
     """
     skill = data.skills.get(key)
     skill_id = skill.skill_id if skill else key
     name = name_key(skill.name) if skill else ""
-    first_key = f"name {name}" if name else f"id {skill_id}"
-    if skill_id not in data.clusters:
-        return (first_key,)
-    return (first_key, f"cluster {data.clusters[skill_id]}")
+    cluster = data.clusters.get(skill_id, "")
+    num_keys = get_args(InBatchMask).index(mask)
+    keys = (("id", skill_id), ("name", name), ("cluster", cluster))
+    return tuple(f"{kind} {value}" for kind, value in keys[:num_keys] if value != "")
 
 
 def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:

@@ -38,7 +38,12 @@ from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches,
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
-from skilltrain.training.scores import ScoreContext, encoder_scores, list_scores
+from skilltrain.training.scores import (
+    InBatchMask,
+    ScoreContext,
+    encoder_scores,
+    list_scores,
+)
 from skilltrain.training.training_set import TrainingList, TrainingSet
 
 ModelT = TypeVar("ModelT", Encoder, Reranker)
@@ -52,6 +57,7 @@ class StepSettings:
         token_budget: Maximum number of tokens of a micro-batch.
         recompute: Whether the backward pass computes the layers again, to save memory.
         in_batch: Whether skills of other queries are negatives.
+        in_batch_mask: Which of these skills are left out.
         token_cache: Folder that keeps token ids between runs.
         varlen: Whether the encoder's texts are packed without padding.
         is_sharded: Whether ranks hold shards of the model (FSDP2, ZeRO-3). All ranks must then run
@@ -62,6 +68,7 @@ class StepSettings:
     token_budget: int
     recompute: bool = False
     in_batch: bool = True
+    in_batch_mask: InBatchMask = "clusters"
     token_cache: Path | None = None
     varlen: bool = False
     is_sharded: bool = True
@@ -162,7 +169,7 @@ class EncoderStep(_Step[Encoder]):
         super().__init__(encoder, loss, data, settings)
         if settings.varlen:
             encoder.enable_packing()
-        self.context = ScoreContext.of(data, loss, settings.in_batch)
+        self.context = ScoreContext.of(data, loss, settings.in_batch, settings.in_batch_mask)
 
     def forward(self, batch: Sequence[TrainingList] | TextsToEncode) -> Float[Tensor, "..."]:
         """Return the loss of a batch, summed over the queries of this rank.

@@ -69,7 +69,7 @@ from skilltrain.training.engine import new_accelerator, shards_state, shards_wei
 from skilltrain.training.estimates import count_work, counts_of, measure_run, truncated_share
 from skilltrain.training.loop import GIB, Run, Training, can_probe, train
 from skilltrain.training.memory import fit_into_memory, held_bytes
-from skilltrain.training.scores import check_teacher_scores
+from skilltrain.training.scores import InBatchMask, check_teacher_scores
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import EncoderStep, RerankerStep, StepModule, StepSettings
 from skilltrain.training.training_set import (
@@ -192,11 +192,16 @@ class TrainEncoder(Train):
     in_batch_negatives: bool = Field(
         default=True, description="the other queries' skills are negatives too"
     )
+    in_batch_mask: InBatchMask = Field(
+        default="clusters",
+        description="what is no in-batch negative, each with those before it: none, positives "
+        "(skills judged for the query), skills of their names, near-duplicates (clusters)",
+    )
     near_duplicates: float | None = Field(
         default=0.6,
         gt=0,
         le=1,
-        description="skills whose bodies are this similar (Jaccard) are no in-batch negatives",
+        description="skills whose bodies are this similar (Jaccard) share a cluster; null: none do",
     )
     training: TrainingConfig = Field(default=TrainingConfig(), description="how to train")
     dev: DevConfig | None = Field(default=None, description="what to evaluate on while training")
@@ -328,8 +333,10 @@ def save_trained(
 
 def load_data(config: Train) -> TrainingSet:
     """Read and check the lists, and cluster near-duplicate skills if in-batch negatives need it."""
+    min_similarity = None
     is_encoder = isinstance(config, TrainEncoder)
-    min_similarity = config.near_duplicates if is_encoder and config.in_batch_negatives else None
+    if is_encoder and config.in_batch_negatives and config.in_batch_mask == "clusters":
+        min_similarity = config.near_duplicates
     data = load_training_set(config.data, min_similarity)
     check_teacher_scores(data, config.loss)
     return data
@@ -362,6 +369,7 @@ def open_step(
         settings = replace(
             settings,
             in_batch=config.in_batch_negatives,
+            in_batch_mask=config.in_batch_mask,
             late_interaction=config.late_interaction,
         )
         return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)

@@ -33,7 +33,6 @@ from skilltrain.data.llm_stage import (
     TOKENS_PER_WORD,
     Line,
     ask,
-    language_phrase,
     questions_of,
     render_prompt,
     unflagged_skills,
@@ -43,6 +42,7 @@ from skilltrain.data.sampling import draw, split_groups, stable_number
 from skilltrain.errors import SkilltrainError
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
 from skilltrain.llm.ask import ValueT
+from skilltrain.llm.prompt_files import language_phrase
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
 from skilltrain.metrics.bootstrap import agreement
 from skilltrain.records import Dropped, Judgement, Query, Reason, Skill, Verdict, counted

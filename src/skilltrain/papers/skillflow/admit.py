@@ -76,7 +76,7 @@ class AdmitConfig(ChoosingConfig):
     body_chars: int | None = Field(
         default=16_000, ge=0, description="characters of a body that it sees; null: it sees no body"
     )
-    prompt = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy")
+    default_prompt = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy")
     min_candidates = 1
 
     def open(self, opened: dict[str, Any]) -> "Admit":

@@ -1,0 +1,89 @@
+"""Prompts: maps with the texts `system` and `user`, which are Jinja2 templates.
+
+Notes:
+    - Templates run in a sandbox, because the folder of a router may come from a stranger, and its
+      settings may name a prompt.
+    - Untrusted texts are values of a template, and Jinja2 never renders a value as a template.
+"""
+
+import re
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from skilltrain.config import load_recipe
+from skilltrain.errors import SkilltrainError
+
+_LANGUAGES = {"en": "English", "zh": "Chinese"}
+_LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
+
+
+def language_phrase(lang: str | None, text: str) -> str:
+    """Return how a prompt names the language of a skill, such as "English".
+
+    Args:
+        lang: Field of the skill. It is untrusted, so it is used only if it is a language code.
+        text: The text whose language is named otherwise: "the language of {text}".
+    """
+    if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
+        return f"the language of {text}"
+    return _LANGUAGES.get(lang, f"the language with the code {lang}")
+
+
+@cache
+def _template(text: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    environment.filters["named"] = language_phrase
+    return environment.from_string(text)
+
+
+def render_messages(texts: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, str]:
+    """Render the system message and the user message of a prompt.
+
+    Args:
+        texts: The prompt.
+        values: Value of each placeholder.
+    """
+    return _template(texts["system"]).render(values), _template(texts["user"]).render(values)
+
+
+def check_prompt(
+    texts: Mapping[str, Any],
+    values: Mapping[str, Any],
+    required: Mapping[str, str],
+    where: str | Path,
+) -> None:
+    """Check that a prompt uses no unknown placeholder, and all that it needs.
+
+    Args:
+        texts: The prompt.
+        values: A value for each placeholder.
+        required: By placeholder, a text that its value must bring into the messages.
+        where: The prompt, for the error.
+    """
+    if not all(isinstance(texts.get(key), str) for key in ("system", "user")):
+        problem = "a prompt has the keys system and user, each with a text"
+        raise SkilltrainError("invalid-recipe", problem, where=where)
+    fix = f"the placeholders are {', '.join(values)}"
+    try:
+        messages = "\n".join(render_messages(texts, values))
+    except jinja2.TemplateError as error:
+        problem = f"the prompt cannot be rendered: {error}"
+        raise SkilltrainError("invalid-recipe", problem, where=where, fix=fix) from error
+    for placeholder, text in required.items():
+        if text not in messages:
+            problem = f"the prompt does not use the placeholder {placeholder}"
+            raise SkilltrainError("invalid-recipe", problem, where=where, fix=fix)
+
+
+def read_prompt(
+    path: Path, values: Mapping[str, Any], required: Mapping[str, str]
+) -> Mapping[str, Any]:
+    """Read a prompt from a YAML file, and check it as `check_prompt` does."""
+    texts = load_recipe(path)
+    check_prompt(texts, values, required, path)
+    return texts
