@@ -23,6 +23,7 @@ from skilltrain.cli.routing import AllowServer, PoolFolder, RouterFolder, Task, 
 from skilltrain.cli.stages import training_of
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_jsonl
 from skilltrain.terminal import console
 from skilltrain.texts import printable
 
@@ -73,6 +74,10 @@ def agents(
     ceiling: Annotated[
         str | None, typer.Option(help="condition in which agents had the gold skills")
     ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option(help="JSON Lines with the key task: tasks to leave out"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the results of agents under several conditions with those under the first condition.
@@ -84,7 +89,9 @@ def agents(
     from skilltrain.papers.skillflow.agent_results import MAIN_MEASURE, agent_results, read_trials
 
     relevances = load_benchmark(benchmark).relevances if benchmark else {}
-    results = agent_results(read_trials(trials), relevances, ceiling)
+    rows = read_jsonl(exclude) if exclude else ()
+    excluded_tasks = [row.get("task") for _, row in rows]
+    results = agent_results(read_trials(trials, excluded_tasks), relevances, ceiling)
     if as_json:
         show(asdict(results))
         return
