@@ -257,6 +257,30 @@ def test_prompt_shows_descriptions_of_hints():
     assert "may help\ncsv-tool: Exports rows as csv.\n" in prompts[-1]
 
 
+def test_prompt_may_show_only_categories():
+    answers = '["csv plot", "mail"]', '["csv"]'
+
+    _, prompts = _plan(*answers, hints={"show": "categories"})
+
+    assert "may help\ndata, office\n" in prompts[-1]
+
+
+STEPS_PROMPT = """system: Cut.
+user: "{% if hint_list %}Use {{ hint_list }}. {% endif %}Do {{ query }}"
+"""
+
+
+def test_prompt_file_replaces_messages(tmp_path):
+    (tmp_path / "f.yaml").write_text(STEPS_PROMPT)
+    answers = '["csv", "mail"]', '["csv", "mail"]'
+    settings = {"prompt": str(tmp_path / "f.yaml"), "query_chars": 8}
+
+    plan, prompts = _plan(*answers, hints={"rounds": 1}, **settings)
+
+    assert prompts == ["Do save csv", "Use csv-tool, mail-tool. Do save csv"]
+    assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
+
+
 def test_rules_plan_without_usable_answer():
     plan, _ = _plan("no list", '["a", {}]')
 
@@ -600,6 +624,53 @@ def test_stage_compares_planners(bench: Path):
     assert "| one step | first | DA |" in report
     lines = (bench / "out" / "plans.jsonl").read_text().splitlines()
     assert [len(json.loads(line)["steps"]) for line in lines] == [2, 2, 1, 1, 1, 1]
+
+
+def test_stage_reports_rounds_groups_and_latency(bench: Path, server: LLMServer):
+    # First, each task is one step. With hints, the task about mail has two.
+    def answer(request: dict[str, Any]) -> Reply:
+        task, _, hints = request["messages"][1]["content"].partition("may help")
+        if not hints or "mail" not in task:
+            return Reply('["extract words of a pdf"]')
+        return Reply('["draw a chart of numbers", "deliver letters by mail"]')
+
+    server.otherwise = answer
+    model = {"kind": "llm", "llm": chat(server)}
+    vanilla = {"name": "vanilla", "decomposer": model, "hints": {"rounds": 0}}
+    aware = {"name": "aware", "decomposer": model, "hints": {"rounds": 1}}
+
+    metrics = run(bench, f"planners={json.dumps([vanilla, aware])}", "num_timed=2")
+
+    assert metrics["groups"] == [
+        {"planner": "aware", "group": "both wrong", "n": 2, "first CatR@1": 0.5, "CatR@1": 0.5},
+        {"planner": "aware", "group": "fixed", "n": 1, "first CatR@1": 0.0, "CatR@1": 1.0},
+    ]
+    recalls = [row["CatR@1"] for row in metrics["rounds"]["aware"]]
+    assert recalls == pytest.approx([1 / 3, 2 / 3])
+    assert metrics["latencies"]["vanilla"]["n"] == 2
+    assert len(server.requests) == 3 + 6 + 2 + 4
+    report = (bench / "out" / "report.md").read_text()
+    assert "| aware | fixed | 1 | .000 | 1.000 |" in report
+    assert "| vanilla | 2 | " in report
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ("{{ task }}", "'task' is undefined (the placeholders are query, hint_list)"),
+        ("{{ query }}", "does not use the placeholder hint_list"),
+        ("{{ hint_list }}", "does not use the placeholder query"),
+        ("{% if hint_list %}{{ hint_list }} {{ query }}{% endif %}", "the placeholder query"),
+    ],
+)
+def test_faulty_prompt_file_is_refused(bench: Path, user: str, message: str):
+    (bench / "f.yaml").write_text(f'system: Cut.\nuser: "{user}"\n')
+    model = {"kind": "llm", "llm": chat(DOWN), "prompt": str(bench / "f.yaml")}
+    planners = json.dumps([{"name": "model", "decomposer": model}])
+
+    line = skilltrain(*arguments(bench, f"planners={planners}")).error_line
+
+    assert message in line
 
 
 def test_dry_run_counts_requests(bench: Path):
