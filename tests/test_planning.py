@@ -11,7 +11,7 @@ import pytest
 from benchmark_folders import jsonl, write, write_ours, write_pool
 from faults import raises
 from llm_server import LLMServer, Reply, chat, llm_server
-from skilltrain.config import validate
+from skilltrain.config import load_recipe, validate
 from skilltrain.data.pool.read import read_pool
 from skilltrain.llm import AnswerError
 from skilltrain.llm.query_prompts import Ask
@@ -912,3 +912,35 @@ def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path):
 def test_compskillbench_refuses_empty_folder(pipeline: Any, tmp_path):
     with raises("unknown-format"):
         list(pipeline.read_servers(tmp_path))
+
+
+# The recipes ------------------------------------------------------------------
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def answer_any_prompt(request: dict[str, Any]) -> Reply:
+    """Answer as a model that follows the prompt of each decomposer."""
+    system = request["messages"][0]["content"]
+    if "array of the numbers" in system:
+        return Reply("[1]")
+    is_react = '"search"' in system
+    return Reply('{"done": true}' if is_react else '["extract words of a pdf", "draw a chart"]')
+
+
+@pytest.mark.parametrize(
+    ("name", "num_planners"), [("skillweaver", 7), ("paper/skillweaver_sweeps", 8)]
+)
+def test_recipe_runs_with_any_server(bench: Path, server: LLMServer, name: str, num_planners: int):
+    server.otherwise = answer_any_prompt
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    for planner in recipe["planners"]:
+        if "decomposer" in planner:
+            sampling = planner["decomposer"]["llm"]
+            assert (sampling["temperature"], sampling["top_p"]) == (0.1, 0.9)
+            planner["decomposer"] = planner["decomposer"] | {"llm": chat(server, bench / "cache")}
+    planners = json.dumps(recipe["planners"])
+
+    metrics = run(bench, f"planners={planners}", f"compare={json.dumps(recipe['compare'])}")
+
+    assert len(metrics["planners"]) == num_planners
