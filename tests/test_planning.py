@@ -31,7 +31,7 @@ from skilltrain.papers.skillweaver.plan_measures import measure_names, plan_valu
 from skilltrain.papers.skillweaver.planner import Planner, PlannerConfig
 from skilltrain.papers.skillweaver.rules import Round, dependencies, steps_by_rules
 from skilltrain.records import Query, Ranking, Skill
-from skilltrain.tables import PLANS, write_table
+from skilltrain.tables import DROPPED, PLANS, QUERIES, read_table, write_table
 from small_library import skilltrain, succeeds
 from test_benchmarks import live, mcp_task
 
@@ -912,6 +912,97 @@ def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path):
 def test_compskillbench_refuses_empty_folder(pipeline: Any, tmp_path):
     with raises("unknown-format"):
         list(pipeline.read_servers(tmp_path))
+
+
+# Other words for the same tasks -----------------------------------------------
+
+
+def test_agreement_compares_two_wordings(bench: Path):
+    planners = "planners=[{name: rules}, {name: whole, decomposer: {kind: whole}}]"
+    run(bench, planners)
+    (bench / "out").rename(bench / "first")
+    queries = [(query_id, "Merge pdf pages, then draw a chart.", "test") for query_id in CHAINS]
+    write_table(
+        [Query(*query[:2], "multi", "paraphrase", query[2]) for query in queries],
+        QUERIES,
+        bench / "bench",
+    )
+    run(bench, planners)
+    command = ("skillweaver", "agreement", bench / "first", bench / "out")
+
+    rules, whole = json.loads(succeeds(*command, "--json").out)
+
+    # Rules cut q1 and q2 rightly in the first words, and all three in the other words.
+    assert (rules["agreement"]["mean"], rules["agreement"]["n"]) == (pytest.approx(2 / 3), 3)
+    assert (rules["DA"], rules["DA, other words"]) == (0.6667, 1.0)
+    assert whole["agreement"]["mean"] == 1.0
+    assert "CatR@1" in succeeds(*command).err
+
+
+def test_agreement_needs_shared_planner(bench: Path):
+    run(bench, "planners=[{name: a}]")
+    (bench / "out").rename(bench / "first")
+    run(bench, "planners=[{name: b}]")
+
+    outcome = skilltrain("skillweaver", "agreement", bench / "first", bench / "out")
+
+    assert "has no planner with a task of the other run" in outcome.error_line
+
+
+@pytest.fixture
+def human_tasks(monkeypatch) -> Any:
+    """Return a function that runs the pipeline of the sheet, and the number of tasks it wrote."""
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "data_pipelines")
+    module = importlib.import_module("human_tasks")
+
+    def run_with(bench: Path, out: Path | None = None) -> dict[str, Any]:
+        paths = {"benchmark": bench / "bench", "pool": bench / "pool", "sheet": bench / "s.csv"}
+        return module.run(module.Pipeline.model_validate({**paths, "out": out}))
+
+    return run_with
+
+
+def fill_sheet(file: Path, requests: dict[str, str]) -> None:
+    """Write requests into the empty column of a sheet."""
+    header, *rows = file.read_text(encoding="utf-8-sig").splitlines()
+    filled = [f'{row}"{requests.get(row.split(",")[0], "")}"' for row in rows]
+    file.write_text("\n".join([header, *filled]))
+
+
+def test_filled_sheet_becomes_benchmark(human_tasks: Any, bench: Path):
+    human_tasks(bench)
+    fill_sheet(bench / "s.csv", {"q1": "Plot, what the pdf says", "q2": "use chart-maker"})
+
+    counts = human_tasks(bench, bench / "human")
+
+    assert counts == {"num_tasks": 1, "num_dropped": 1}
+    (human,) = load_benchmark(bench / "human").tasks
+    assert human.query.text == "Plot, what the pdf says"
+    assert [step.skill_id for step in human.steps] == CHAINS["q1"][1]
+    (row,) = read_table(bench / "human", DROPPED).to_pylist()
+    assert row["reason"] == "names the skill chart-maker"
+
+
+def test_sheet_is_not_overwritten(human_tasks: Any, bench: Path):
+    human_tasks(bench)
+
+    with raises("output-exists"):
+        human_tasks(bench)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("a,b\n1,2\n", "wrong-columns"),
+        ("query_id,steps,request\nq9,s,do it\n", "unknown-query"),
+        ("query_id,steps,request\nq1,s,\n", "empty-benchmark"),
+    ],
+)
+def test_faulty_sheet_is_refused(human_tasks: Any, bench: Path, text: str, code: str):
+    (bench / "s.csv").write_text(text)
+
+    with raises(code):
+        human_tasks(bench, bench / "human")
 
 
 # The recipes ------------------------------------------------------------------

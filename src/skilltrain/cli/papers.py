@@ -196,3 +196,27 @@ def plan(
         typer.echo(plan_mermaid(task_plan))
     else:
         typer.echo("\n".join(plan_lines(task_plan, flags_by_skill)))
+
+
+@app.command("skillweaver agreement")
+def agreement(
+    first: Annotated[Path, typer.Argument(help="folder of a run of skillweaver plans")],
+    second: Annotated[
+        Path, typer.Argument(help="folder of a run over the same tasks in other words")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Count the tasks whose plans have the right number of steps in both wordings, or in neither.
+
+    Example: skilltrain skillweaver agreement runs/plans_template runs/plans_paraphrase
+    """
+    from skilltrain.papers.skillweaver.agreement import agreements
+
+    rows = agreements(first, second)
+    if as_json:
+        show(to_jsonable_python(rows))
+        return
+    table = Table(*rows[0], title="share of tasks with equal DA, and means of both runs")
+    for row in rows:
+        table.add_row(*[printable(str(value), 40) for value in row.values()])
+    console.print(table, markup=False)

@@ -46,6 +46,7 @@ from skilltrain.papers.skillweaver.plan_measures import (
     plan_values,
 )
 from skilltrain.papers.skillweaver.planner import Find, Planner, PlannerConfig, find_each
+from skilltrain.papers.skillweaver.rules import Round
 from skilltrain.records import Query, Ranking, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.executor import OpenRankers, run_rankers, with_keeps
@@ -57,7 +58,12 @@ _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _DIFFICULTIES = {0: "easy", 1: "easy", 2: "easy", 3: "medium"}  # by number of steps, else hard
 _MAX_SLICES = 50  # values of one label that get a slice
 _GROUPED = {"DA", "CatR@1"}  # measures that a group of tasks needs
-_GROUPS = {(0, 1): "fixed", (1, 0): "broken", (1, 1): "both right", (0, 0): "both wrong"}
+_GROUPS = {
+    (0.0, 1.0): "fixed",
+    (1.0, 0.0): "broken",
+    (1.0, 1.0): "both right",
+    (0.0, 0.0): "both wrong",
+}
 PlansByPlanner = Mapping[str, Sequence[Plan]]
 """Plans of all tasks by the name of the planner."""
 SlicesByPlanner = Mapping[str, Sequence[SliceMeans]]
@@ -426,26 +432,28 @@ def _rounds(
     rows = []
     max_rounds = max(len(plan.rounds) for plan in plans)
     for number in range(max_rounds):
-        rounds = []  # of each task
-        for plan in plans:
-            last_number = len(plan.rounds) - 1
-            rounds.append(plan.rounds[min(number, last_number)])
-        counts = [len(each.texts) for each in rounds]
-        is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
-        jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
-        retrieved = find_each(find, [each.texts for each in rounds], keep=1)
-        recalls = _category_recalls(tasks, retrieved, skills)
-        rows.append(
-            {
-                "round": number,
-                "reached": sum(len(plan.rounds) > number for plan in plans),
-                "steps": fmean(counts),
-                "DA": fmean(is_exact),
-                "CatR@1": fmean(recalls) if recalls else None,
-                "jaccard": fmean(jaccards) if jaccards else None,
-            }
-        )
+        rounds = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
+        num_reached = sum(len(plan.rounds) > number for plan in plans)
+        means = _round_means(tasks, rounds, find, skills)
+        rows.append({"round": number, "reached": num_reached, **means})
     return rows
+
+
+def _round_means(
+    tasks: Sequence[Task], rounds: Sequence[Round], find: Find, skills: Mapping[str, Skill]
+) -> dict[str, float | None]:
+    """Return the means of one round of each task. None: no task has a value."""
+    counts = [len(each.texts) for each in rounds]
+    is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+    jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
+    retrieved = find_each(find, [each.texts for each in rounds], keep=1)
+    recalls = _category_recalls(tasks, retrieved, skills)
+    return {
+        "steps": fmean(counts),
+        "DA": fmean(is_exact),
+        "CatR@1": fmean(recalls) if recalls else None,
+        "jaccard": fmean(jaccards) if jaccards else None,
+    }
 
 
 def _category_recalls(
