@@ -127,6 +127,16 @@ def test_excluded_tasks_do_not_count(tmp_path: Path):
     assert (mean["mean"], mean["n"]) == (1.0, 1)
 
 
+def test_excluded_row_without_task_is_refused(tmp_path: Path):
+    (tmp_path / "trials.jsonl").write_text(jsonl(row()))
+    (tmp_path / "excluded.jsonl").write_text(jsonl({"name": "t2"}))
+    command = ("skillflow", "agents", tmp_path / "trials.jsonl")
+
+    line = skilltrain(*command, "--exclude", tmp_path / "excluded.jsonl").error_line
+
+    assert "excluded.jsonl, line 1: missing key 'task'" in line
+
+
 def test_unknown_ceiling_is_refused(trials_file: Path):
     with raises("unknown-choice"):
         agent_results(read_trials(trials_file), {}, "oracle")

@@ -23,7 +23,6 @@ from skilltrain.cli.routing import AllowServer, PoolFolder, RouterFolder, Task, 
 from skilltrain.cli.stages import training_of
 from skilltrain.config import apply_overrides, parse_yaml, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_jsonl
 from skilltrain.terminal import console
 from skilltrain.texts import printable
 
@@ -86,11 +85,15 @@ def agents(
     """
     from skilltrain.evaluation.page import p_equals, signed_interval
     from skilltrain.metrics.benchmarks.load import load_benchmark
-    from skilltrain.papers.skillflow.agent_results import MAIN_MEASURE, agent_results, read_trials
+    from skilltrain.papers.skillflow.agent_results import (
+        MAIN_MEASURE,
+        agent_results,
+        read_excluded_tasks,
+        read_trials,
+    )
 
     relevances = load_benchmark(benchmark).relevances if benchmark else {}
-    rows = read_jsonl(exclude) if exclude else ()
-    excluded_tasks = [row.get("task") for _, row in rows]
+    excluded_tasks = read_excluded_tasks(exclude) if exclude else ()
     results = agent_results(read_trials(trials, excluded_tasks), relevances, ceiling)
     if as_json:
         show(asdict(results))

@@ -59,6 +59,17 @@ class Trial(Config, extra="ignore"):
     cost: float | None = Field(default=None, ge=0)
 
 
+class ExcludedTask(Config, extra="ignore"):
+    """A task that is not scored."""
+
+    task: str = Field(min_length=1)
+
+
+def read_excluded_tasks(path: Path) -> set[str]:
+    """Read the names of excluded tasks from a JSON Lines file with the key `task`."""
+    return {validate(ExcludedTask, row, where).task for where, row in read_jsonl(path)}
+
+
 def read_trials(path: Path, excluded_tasks: Collection[str] = ()) -> list[Trial]:
     """Read the trials of a JSON Lines file. Unknown keys are ignored.
 
