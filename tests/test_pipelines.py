@@ -46,7 +46,7 @@ def test_wrong_arguments_exit_with_code_2(name, arguments, fault, tmp_path, caps
     assert fault in line
 
 
-@pytest.mark.parametrize("name", ["skillrouter", "compskillbench", "human_tasks", "tiny_qwen3"])
+@pytest.mark.parametrize("name", ["skillrouter", "compskillbench", "tiny_qwen3"])
 def test_pipeline_without_arguments_prints_help(name, capsys):
     module = program(name)
 

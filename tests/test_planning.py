@@ -950,44 +950,48 @@ def test_agreement_needs_shared_planner(bench: Path):
 
 
 @pytest.fixture
-def human_tasks(monkeypatch) -> Any:
-    """Return a function that runs the pipeline of the sheet, and the number of tasks it wrote."""
-    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "data_pipelines")
-    module = importlib.import_module("human_tasks")
+def rebuild(pipeline: Any, tmp_path) -> Any:
+    """Return a function that rebuilds the benchmark of SERVERS in a folder, with a sheet or not."""
+    (tmp_path / "servers.jsonl").write_text(jsonl(*SERVERS))
+    (tmp_path / "groups.yaml").write_text(CATEGORIES_YAML)
 
-    def run_with(bench: Path, out: Path | None = None) -> dict[str, Any]:
-        paths = {"benchmark": bench / "bench", "pool": bench / "pool", "sheet": bench / "s.csv"}
-        return module.run(module.Pipeline.model_validate({**paths, "out": out}))
+    def run_with(out: str, sheet: Path | None = None) -> dict[str, Any]:
+        settings = {
+            "servers": tmp_path / "servers.jsonl",
+            "out": tmp_path / out,
+            "categories": tmp_path / "groups.yaml",
+            "sizes": {2: 3},
+            "min_skills": 3,
+            "sheet": sheet,
+        }
+        return pipeline.run(pipeline.Pipeline.model_validate(settings))
 
     return run_with
 
 
-def fill_sheet(file: Path, requests: dict[str, str]) -> None:
+def fill_sheet(file: Path, requests: list[str]) -> Path:
     """Write requests into the empty column of a sheet."""
     header, *rows = file.read_text(encoding="utf-8-sig").splitlines()
-    filled = [f'{row}"{requests.get(row.split(",")[0], "")}"' for row in rows]
-    file.write_text("\n".join([header, *filled]))
+    pairs = zip(rows, requests, strict=True)
+    file.write_text("\n".join([header, *(f'{row}"{request}"' for row, request in pairs)]))
+    return file
 
 
-def test_filled_sheet_becomes_benchmark(human_tasks: Any, bench: Path):
-    human_tasks(bench)
-    fill_sheet(bench / "s.csv", {"q1": "Plot, what the pdf says", "q2": "use chart-maker"})
+def test_filled_sheet_becomes_benchmark(rebuild: Any, tmp_path):
+    rebuild("first")
+    tasks = load_benchmark(tmp_path / "first" / "template").tasks
+    named = read_pool(tmp_path / "first" / "pool")
+    name = next(skill.name for skill in named if skill.skill_id == tasks[1].steps[0].skill_id)
+    sheet = fill_sheet(tmp_path / "first" / "sheet.csv", ["Rows, please.", f"use {name}", ""])
 
-    counts = human_tasks(bench, bench / "human")
+    counts = rebuild("second", sheet)
 
-    assert counts == {"num_tasks": 1, "num_dropped": 1}
-    (human,) = load_benchmark(bench / "human").tasks
-    assert human.query.text == "Plot, what the pdf says"
-    assert [step.skill_id for step in human.steps] == CHAINS["q1"][1]
-    (row,) = read_table(bench / "human", DROPPED).to_pylist()
-    assert row["reason"] == "names the skill chart-maker"
-
-
-def test_sheet_is_not_overwritten(human_tasks: Any, bench: Path):
-    human_tasks(bench)
-
-    with raises("output-exists"):
-        human_tasks(bench)
+    assert counts["people"] == 1
+    (human,) = load_benchmark(tmp_path / "second" / "people").tasks
+    assert human.query.text == "Rows, please."
+    assert human.steps == tasks[0].steps
+    (row,) = read_table(tmp_path / "second" / "people", DROPPED).to_pylist()
+    assert (row["query_id"], row["reason"]) == ("comp-002", f"names the skill {name}")
 
 
 @pytest.mark.parametrize(
@@ -995,14 +999,13 @@ def test_sheet_is_not_overwritten(human_tasks: Any, bench: Path):
     [
         ("a,b\n1,2\n", "wrong-columns"),
         ("query_id,steps,request\nq9,s,do it\n", "unknown-query"),
-        ("query_id,steps,request\nq1,s,\n", "empty-benchmark"),
     ],
 )
-def test_faulty_sheet_is_refused(human_tasks: Any, bench: Path, text: str, code: str):
-    (bench / "s.csv").write_text(text)
+def test_faulty_sheet_is_refused(rebuild: Any, tmp_path, text: str, code: str):
+    (tmp_path / "s.csv").write_text(text)
 
     with raises(code):
-        human_tasks(bench, bench / "human")
+        rebuild("out", tmp_path / "s.csv")
 
 
 # The recipes ------------------------------------------------------------------
