@@ -16,12 +16,19 @@ categories, and the phrases (compskillbench.yaml) are ours. The pipeline writes 
     transfer_category  the template tasks that need one of two categories, and these categories'
                        skills, which are to be held out
     transfer_skill     the template tasks that need a skill of a random fifth, and these skills
+    people             with sheet=FILE: the tasks in a person's own words
+
+The file sheet.csv has a row for each task, with its steps and an empty column `request`. A person
+writes there how they would ask for all of it, without the name of a skill. Then the same command
+with another folder and sheet=FILE also writes `people`. Rows without a request are left out, and
+requests that name a skill of their task, with the reason in people/dropped.parquet.
 
 A step says what kind of work it is. It never names its gold skill, which is drawn from the skills
 whose description mentions that work. Many others would serve as well, so look at categories
 (CatR@k) rather than at skills (R@k).
 """
 
+import csv
 import random
 import re
 from collections.abc import Iterator, Mapping
@@ -40,12 +47,14 @@ from skilltrain.files import read_jsonl, staged_folder
 from skilltrain.recipe import run_pipeline
 from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, PLANS, QUERIES, SKILLS, write_table
-from skilltrain.texts import name_key
+from skilltrain.texts import name_key, one_line
 
 _ENTRY = re.compile(r"^- \[(?P<name>[^\]]+)\]\((?P<url>[^)]*)\)\s*[:–-]?\s*(?P<description>.*)$")
 _BADGE = re.compile(r"!?\[!?[^\]]*\](?:\([^)]*\))+|https?://\S+|img\.shields\.io\S*")
 _LEADING = re.compile(r"[^\w\s&,]+\s*")  # emoji in front of a heading
 STYLES = ("template", "paraphrase", "human")
+SHEET = "sheet.csv"
+SHEET_COLUMNS = ["query_id", "steps", "request"]
 # Sentences that join the steps of a task, used in turn. {a} is all steps but the last, {z} is the
 # last. {A} and {Z} are the same with a capital letter.
 JOINS = {
@@ -91,6 +100,7 @@ class Pipeline(Config):
         default=["security", "code-execution"], description="the paper's two categories"
     )
     held_out_share: float = Field(default=0.2, description="of the skills")
+    sheet: Path | None = Field(default=None, description="filled sheet of an earlier run")
     seed: int = 0
 
 
@@ -249,23 +259,75 @@ def task_text(style: str, steps: list[str], join: str) -> str:
     return join.format(a=first, z=last, A=first_capital, Z=last_capital)
 
 
-def write_tasks(folder: Path, style: str, tasks: Mapping[int, Task]) -> None:
+def write_sheet(file: Path, tasks: Mapping[int, Task]) -> None:
+    """Write a sheet in which people can put tasks in their own words."""
+    with file.open("w", encoding="utf-8-sig", newline="") as opened:
+        writer = csv.writer(opened)
+        writer.writerow(SHEET_COLUMNS)
+        for number, task in tasks.items():
+            steps = "; ".join(step.texts[0] for step in task)
+            writer.writerow([query_id_of(number), steps, ""])
+
+
+def read_sheet(file: Path) -> dict[str, str]:
+    """Return the requests of a sheet by query id. Rows without a request are left out."""
+    with file.open(encoding="utf-8-sig", errors="replace", newline="") as opened:
+        reader = csv.DictReader(opened)
+        if not set(SHEET_COLUMNS) <= set(reader.fieldnames or ()):
+            problem = f"a sheet has the columns {', '.join(SHEET_COLUMNS)}"
+            raise SkilltrainError("wrong-columns", problem, where=file)
+        requests = {row["query_id"]: one_line(row["request"] or "") for row in reader}
+    return {query_id: request for query_id, request in requests.items() if request}
+
+
+def write_people(folder: Path, file: Path, tasks: Mapping[int, Task]) -> int:
+    """Write the tasks in the words of a sheet. Return their number."""
+    requests = read_sheet(file)
+    unknown = requests.keys() - set(map(query_id_of, tasks))
+    if unknown:
+        problem = f"there is no task '{min(unknown)}'"
+        raise SkilltrainError("unknown-query", problem, where=file)
+
+    usable: dict[int, Task] = {}
+    dropped: list[Dropped] = []
+    for number, task in tasks.items():
+        request = requests.get(query_id_of(number), "")
+        names = [step.skill.name for step in task if names_skill(request, step.skill.name)]
+        if names:
+            reason = f"names the skill {names[0]}"
+            dropped.append(Dropped(query_id_of(number), "", "names_skill", reason))
+        elif request:
+            usable[number] = task
+    write_tasks(folder, "people", usable, requests)
+    write_table(dropped, DROPPED, folder)
+    return len(usable)
+
+
+def query_id_of(number: int) -> str:
+    """Return the query id of the task with a number."""
+    return f"comp-{number:03}"
+
+
+def write_tasks(
+    folder: Path, style: str, tasks: Mapping[int, Task], requests: Mapping[str, str] | None = None
+) -> None:
     """Write QUERIES, JUDGEMENTS and the gold PLANS of tasks in one style.
 
     Args:
         folder: Folder of the tables.
         style: Style of the texts.
         tasks: Tasks by number.
+        requests: Text of each task by query id. None: texts of the style.
     """
-    style_index = STYLES.index(style)
-    joins = cycle(JOINS[style])
+    style_index = 0 if requests else STYLES.index(style)
+    joins = cycle(JOINS[STYLES[style_index]])
     queries: list[Query] = []
     judgements: list[Judgement] = []
     plans: list[dict[str, Any]] = []
     for number, task in tasks.items():
-        query_id = f"comp-{number:03}"
+        query_id = query_id_of(number)
         texts = [step.texts[style_index] for step in task]
-        text = task_text(style, texts, next(joins))
+        text = requests[query_id] if requests else task_text(style, texts, next(joins))
         queries.append(Query(query_id, text, "multi", style, "test"))
         for step_number, (step_text, step) in enumerate(zip(texts, task, strict=True), 1):
             skill_id = step.skill.skill_id
@@ -301,6 +363,9 @@ def run(pipeline: Pipeline) -> dict[str, Any]:
     with staged_folder(pipeline.out) as out:
         write_table(skills, SKILLS, out / "pool")
         write_table(dropped, DROPPED, out / "pool")
+        write_sheet(out / SHEET, tasks)
+        if pipeline.sheet is not None:
+            counts["people"] = write_people(out / "people", pipeline.sheet, tasks)
         for style in STYLES:
             write_tasks(out / style, style, tasks)
         for name, held_out in held_out_skills.items():

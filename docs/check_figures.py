@@ -26,7 +26,10 @@ LINK_TARGET = re.compile(r"\]\([^)]*\)")
 UNITS = r"(?:GB|GiB|MB|MiB|KB|ms|s|seconds?|min|minutes?|hours?|tokens/s)\b"
 # A score, a count of measurements, a p-value, a share (but the level of an interval), or an amount
 # with a unit.
-FIGURE = re.compile(rf"[<>]?-?\d*\.\d{{2,}}|\bn = [\d,]+|\bp [=<] \.\d+|\b(?!95\s?%)\d[\d.,]*\s?%|\d[\d.,]*\s{UNITS}")
+FIGURE = re.compile(
+    r"[<>]?-?\d*\.\d{2,}|\bn = [\d,]+|\bp [=<] \.\d+|\b(?!95\s?%)\d[\d.,]*\s?%"
+    rf"|\d[\d.,]*\s{UNITS}"
+)
 NUMBER = re.compile(r"\d[\d,]*\.?\d*|\.\d+")
 
 

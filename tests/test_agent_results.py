@@ -1,5 +1,6 @@
 """Pass rates and use of skills from a file of agents' trials."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -112,6 +113,28 @@ def test_conditions_are_compared_with_first(trials_file: Path):
     assert gold.p_holm == pytest.approx(2 * gold.p)
     assert top.difference.mean == 0.5
     assert top.p == pytest.approx(2 / 2**4)
+
+
+def test_excluded_tasks_do_not_count(tmp_path: Path):
+    rows = [row(task="t1", passed=True), row(task="t2"), row("gold", "t1", passed=True)]
+    (tmp_path / "trials.jsonl").write_text(jsonl(*rows, row("gold", "t2")))
+    (tmp_path / "excluded.jsonl").write_text(jsonl({"task": "t2", "reason": "flaky"}))
+    command = ("skillflow", "agents", tmp_path / "trials.jsonl", "--json")
+
+    out = succeeds(*command, "--exclude", tmp_path / "excluded.jsonl").out
+
+    mean = json.loads(out)["means"]["none"]["Pass@1"]
+    assert (mean["mean"], mean["n"]) == (1.0, 1)
+
+
+def test_excluded_row_without_task_is_refused(tmp_path: Path):
+    (tmp_path / "trials.jsonl").write_text(jsonl(row()))
+    (tmp_path / "excluded.jsonl").write_text(jsonl({"name": "t2"}))
+    command = ("skillflow", "agents", tmp_path / "trials.jsonl")
+
+    line = skilltrain(*command, "--exclude", tmp_path / "excluded.jsonl").error_line
+
+    assert "excluded.jsonl, line 1: missing key 'task'" in line
 
 
 def test_unknown_ceiling_is_refused(trials_file: Path):

@@ -20,9 +20,10 @@ from skilltrain.metrics.measures import Relevance
 from skilltrain.models.encoder import EncoderConfig
 from skilltrain.papers.skillrouter.analyses import (
     AVERAGE,
+    bundle_features,
     compare_structure,
+    mention_features,
     pass_rates,
-    structure_features,
 )
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage
@@ -277,6 +278,10 @@ def test_interval_of_rate_follows_coverage(rates):
 # Structure of skills ------------------------------------------------------------------------------
 
 
+def skill_of(body, files=None):
+    return Skill("id", "name", "", body, files=files)
+
+
 @pytest.mark.parametrize(
     ("body", "expected"),
     [
@@ -317,10 +322,10 @@ def test_interval_of_rate_follows_coverage(rates):
     ],
 )
 def test_body_is_read_as_commonmark(body, expected):
-    features = structure_features(body)
+    features = mention_features(skill_of(body))
 
     assert {name: features[name] for name in expected} == pytest.approx(expected)
-    assert structure_features(body.replace("\n", "\r\n")) == features
+    assert mention_features(skill_of(body.replace("\n", "\r\n"))) == features
 
 
 def num_calls(body):
@@ -328,7 +333,7 @@ def num_calls(body):
     counter = itertools.count()
     profiler = sys.getprofile()
     sys.setprofile(lambda *_: next(counter))
-    structure_features(body)
+    mention_features(skill_of(body))
     sys.setprofile(profiler)
     return next(counter)
 
@@ -345,12 +350,12 @@ def test_hostile_text_takes_linear_work(unit):
     assert work_of_longer < 6 * work  # four times the text; quadratic would be 16
 
 
-GOLD_BODIES = ["```\na\n```\n# b c scripts/x.py", "a b", "a scripts/x.py"]
-OTHER_BODIES = ["a", "a b", "a b c d e", "scripts/x.py"]
+GOLD = [skill_of(body) for body in ("```\na\n```\n# b c scripts/x.py", "a b", "a scripts/x.py")]
+OTHERS = [skill_of(body) for body in ("a", "a b", "a b c d e", "scripts/x.py")]
 
 
 def test_structure_comparison_by_hand():
-    rows = {row["feature"]: row for row in compare_structure(GOLD_BODIES, OTHER_BODIES)}
+    rows = {row["feature"]: row for row in compare_structure(GOLD, OTHERS)}
 
     words = rows["words"]
     assert (words["gold"], words["num_gold"]) == (4, 3)
@@ -365,10 +370,35 @@ def test_structure_comparison_by_hand():
     assert (links["gold"], links["others"], links["effect"], links["p"]) == (0, 0, 0.5, 1)
 
 
-@pytest.mark.parametrize(("gold", "other"), [(GOLD_BODIES, []), ([], OTHER_BODIES)])
+@pytest.mark.parametrize(("gold", "other"), [(GOLD, []), ([], OTHERS)])
 def test_empty_side_is_not_compared(gold, other):
     with raises("nothing-to-analyse"):
         compare_structure(gold, other)
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ((), (0, 0, 0)),
+        (("scripts/run.PY", "b.md"), (1, 1, 0)),
+        (("logo.png", "LICENSE"), (0, 0, 1)),
+    ],
+)
+def test_bundled_files_are_features(files, expected):
+    features = bundle_features(skill_of("a b", files))
+
+    assert len(features) == 9
+    assert tuple(features.values())[-3:] == expected
+
+
+def test_known_files_replace_mentions():
+    gold = [skill_of("scripts/x.py", ("run.sh",)), skill_of("a", ())]
+    others = [skill_of("scripts/x.py", ())]
+
+    rows = {row["feature"]: row for row in compare_structure(gold, others)}
+
+    assert len(rows) == 9
+    assert (rows["bundles scripts"]["gold"], rows["bundles scripts"]["others"]) == (0.5, 0)
 
 
 def test_p_is_scipys_adjusted_by_holm():
@@ -377,7 +407,8 @@ def test_p_is_scipys_adjusted_by_holm():
     raw = mannwhitneyu(gold_counts, other_counts, alternative="two-sided").pvalue
 
     rows = compare_structure(
-        ["# a\n" * count for count in gold_counts], ["# a\n" * count for count in other_counts]
+        [skill_of("# a\n" * count) for count in gold_counts],
+        [skill_of("# a\n" * count) for count in other_counts],
     )
 
     p = {row["feature"]: row["p"] for row in rows}

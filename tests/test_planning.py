@@ -11,7 +11,7 @@ import pytest
 from benchmark_folders import jsonl, write, write_ours, write_pool
 from faults import raises
 from llm_server import LLMServer, Reply, chat, llm_server
-from skilltrain.config import validate
+from skilltrain.config import load_recipe, validate
 from skilltrain.data.pool.read import read_pool
 from skilltrain.llm import AnswerError
 from skilltrain.llm.query_prompts import Ask
@@ -31,7 +31,7 @@ from skilltrain.papers.skillweaver.plan_measures import measure_names, plan_valu
 from skilltrain.papers.skillweaver.planner import Planner, PlannerConfig
 from skilltrain.papers.skillweaver.rules import Round, dependencies, steps_by_rules
 from skilltrain.records import Query, Ranking, Skill
-from skilltrain.tables import PLANS, write_table
+from skilltrain.tables import DROPPED, PLANS, QUERIES, read_table, write_table
 from small_library import skilltrain, succeeds
 from test_benchmarks import live, mcp_task
 
@@ -255,6 +255,30 @@ def test_prompt_shows_descriptions_of_hints():
     _, prompts = _plan('["csv"]', '["csv"]', hints={"show": "described"})
 
     assert "may help\ncsv-tool: Exports rows as csv.\n" in prompts[-1]
+
+
+def test_prompt_may_show_only_categories():
+    answers = '["csv plot", "mail"]', '["csv"]'
+
+    _, prompts = _plan(*answers, hints={"show": "categories"})
+
+    assert "may help\ndata, office\n" in prompts[-1]
+
+
+STEPS_PROMPT = """system: Cut.
+user: "{% if hint_list %}Use {{ hint_list }}. {% endif %}Do {{ query }}"
+"""
+
+
+def test_prompt_file_replaces_messages(tmp_path):
+    (tmp_path / "f.yaml").write_text(STEPS_PROMPT)
+    answers = '["csv", "mail"]', '["csv", "mail"]'
+    settings = {"prompt": str(tmp_path / "f.yaml"), "query_chars": 8}
+
+    plan, prompts = _plan(*answers, hints={"rounds": 1}, **settings)
+
+    assert prompts == ["Do save csv", "Use csv-tool, mail-tool. Do save csv"]
+    assert [step.skill_id for step in plan.steps] == ["csv", "mail"]
 
 
 def test_rules_plan_without_usable_answer():
@@ -602,6 +626,53 @@ def test_stage_compares_planners(bench: Path):
     assert [len(json.loads(line)["steps"]) for line in lines] == [2, 2, 1, 1, 1, 1]
 
 
+def test_stage_reports_rounds_groups_and_latency(bench: Path, server: LLMServer):
+    # First, each task is one step. With hints, the task about mail has two.
+    def answer(request: dict[str, Any]) -> Reply:
+        task, _, hints = request["messages"][1]["content"].partition("may help")
+        if not hints or "mail" not in task:
+            return Reply('["extract words of a pdf"]')
+        return Reply('["draw a chart of numbers", "deliver letters by mail"]')
+
+    server.otherwise = answer
+    model = {"kind": "llm", "llm": chat(server)}
+    vanilla = {"name": "vanilla", "decomposer": model, "hints": {"rounds": 0}}
+    aware = {"name": "aware", "decomposer": model, "hints": {"rounds": 1}}
+
+    metrics = run(bench, f"planners={json.dumps([vanilla, aware])}", "num_timed=2")
+
+    assert metrics["groups"] == [
+        {"planner": "aware", "group": "both wrong", "n": 2, "first CatR@1": 0.5, "CatR@1": 0.5},
+        {"planner": "aware", "group": "fixed", "n": 1, "first CatR@1": 0.0, "CatR@1": 1.0},
+    ]
+    recalls = [row["CatR@1"] for row in metrics["rounds"]["aware"]]
+    assert recalls == pytest.approx([1 / 3, 2 / 3])
+    assert metrics["latencies"]["vanilla"]["n"] == 2
+    assert len(server.requests) == 3 + 6 + 2 + 4
+    report = (bench / "out" / "report.md").read_text()
+    assert "| aware | fixed | 1 | .000 | 1.000 |" in report
+    assert "| vanilla | 2 | " in report
+
+
+@pytest.mark.parametrize(
+    ("user", "message"),
+    [
+        ("{{ task }}", "'task' is undefined (the placeholders are query, hint_list)"),
+        ("{{ query }}", "does not use the placeholder hint_list"),
+        ("{{ hint_list }}", "does not use the placeholder query"),
+        ("{% if hint_list %}{{ hint_list }} {{ query }}{% endif %}", "the placeholder query"),
+    ],
+)
+def test_faulty_prompt_file_is_refused(bench: Path, user: str, message: str):
+    (bench / "f.yaml").write_text(f'system: Cut.\nuser: "{user}"\n')
+    model = {"kind": "llm", "llm": chat(DOWN), "prompt": str(bench / "f.yaml")}
+    planners = json.dumps([{"name": "model", "decomposer": model}])
+
+    line = skilltrain(*arguments(bench, f"planners={planners}")).error_line
+
+    assert message in line
+
+
 def test_dry_run_counts_requests(bench: Path):
     llm = json.dumps(chat(DOWN))
     planners = f"planners=[{{name: rules}}, {{name: model, decomposer: {{kind: llm, llm: {llm}}}}}]"
@@ -841,3 +912,129 @@ def test_compskillbench_reads_markdown_lists(pipeline: Any, tmp_path):
 def test_compskillbench_refuses_empty_folder(pipeline: Any, tmp_path):
     with raises("unknown-format"):
         list(pipeline.read_servers(tmp_path))
+
+
+# Other words for the same tasks -----------------------------------------------
+
+
+def test_agreement_compares_two_wordings(bench: Path):
+    planners = "planners=[{name: rules}, {name: whole, decomposer: {kind: whole}}]"
+    run(bench, planners)
+    (bench / "out").rename(bench / "first")
+    queries = [(query_id, "Merge pdf pages, then draw a chart.", "test") for query_id in CHAINS]
+    write_table(
+        [Query(*query[:2], "multi", "paraphrase", query[2]) for query in queries],
+        QUERIES,
+        bench / "bench",
+    )
+    run(bench, planners)
+    command = ("skillweaver", "agreement", bench / "first", bench / "out")
+
+    rules, whole = json.loads(succeeds(*command, "--json").out)
+
+    # Rules cut q1 and q2 rightly in the first words, and all three in the other words.
+    assert (rules["agreement"]["mean"], rules["agreement"]["n"]) == (pytest.approx(2 / 3), 3)
+    assert (rules["DA"], rules["DA, other words"]) == (0.6667, 1.0)
+    assert whole["agreement"]["mean"] == 1.0
+    assert "CatR@1" in succeeds(*command).err
+
+
+def test_agreement_needs_shared_planner(bench: Path):
+    run(bench, "planners=[{name: a}]")
+    (bench / "out").rename(bench / "first")
+    run(bench, "planners=[{name: b}]")
+
+    outcome = skilltrain("skillweaver", "agreement", bench / "first", bench / "out")
+
+    assert "has no planner with a task of the other run" in outcome.error_line
+
+
+@pytest.fixture
+def rebuild(pipeline: Any, tmp_path) -> Any:
+    """Return a function that rebuilds the benchmark of SERVERS in a folder, with a sheet or not."""
+    (tmp_path / "servers.jsonl").write_text(jsonl(*SERVERS))
+    (tmp_path / "groups.yaml").write_text(CATEGORIES_YAML)
+
+    def run_with(out: str, sheet: Path | None = None) -> dict[str, Any]:
+        settings = {
+            "servers": tmp_path / "servers.jsonl",
+            "out": tmp_path / out,
+            "categories": tmp_path / "groups.yaml",
+            "sizes": {2: 3},
+            "min_skills": 3,
+            "sheet": sheet,
+        }
+        return pipeline.run(pipeline.Pipeline.model_validate(settings))
+
+    return run_with
+
+
+def fill_sheet(file: Path, requests: list[str]) -> Path:
+    """Write requests into the empty column of a sheet."""
+    header, *rows = file.read_text(encoding="utf-8-sig").splitlines()
+    pairs = zip(rows, requests, strict=True)
+    file.write_text("\n".join([header, *(f'{row}"{request}"' for row, request in pairs)]))
+    return file
+
+
+def test_filled_sheet_becomes_benchmark(rebuild: Any, tmp_path):
+    rebuild("first")
+    tasks = load_benchmark(tmp_path / "first" / "template").tasks
+    named = read_pool(tmp_path / "first" / "pool")
+    name = next(skill.name for skill in named if skill.skill_id == tasks[1].steps[0].skill_id)
+    sheet = fill_sheet(tmp_path / "first" / "sheet.csv", ["Rows, please.", f"use {name}", ""])
+
+    counts = rebuild("second", sheet)
+
+    assert counts["people"] == 1
+    (human,) = load_benchmark(tmp_path / "second" / "people").tasks
+    assert human.query.text == "Rows, please."
+    assert human.steps == tasks[0].steps
+    (row,) = read_table(tmp_path / "second" / "people", DROPPED).to_pylist()
+    assert (row["query_id"], row["reason"]) == ("comp-002", f"names the skill {name}")
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("a,b\n1,2\n", "wrong-columns"),
+        ("query_id,steps,request\nq9,s,do it\n", "unknown-query"),
+    ],
+)
+def test_faulty_sheet_is_refused(rebuild: Any, tmp_path, text: str, code: str):
+    (tmp_path / "s.csv").write_text(text)
+
+    with raises(code):
+        rebuild("out", tmp_path / "s.csv")
+
+
+# The recipes ------------------------------------------------------------------
+
+RECIPES = Path(__file__).parents[1] / "recipes"
+
+
+def answer_any_prompt(request: dict[str, Any]) -> Reply:
+    """Answer as a model that follows the prompt of each decomposer."""
+    system = request["messages"][0]["content"]
+    if "array of the numbers" in system:
+        return Reply("[1]")
+    is_react = '"search"' in system
+    return Reply('{"done": true}' if is_react else '["extract words of a pdf", "draw a chart"]')
+
+
+@pytest.mark.parametrize(
+    ("name", "num_planners"), [("skillweaver", 7), ("paper/skillweaver_sweeps", 8)]
+)
+def test_recipe_runs_with_any_server(bench: Path, server: LLMServer, name: str, num_planners: int):
+    server.otherwise = answer_any_prompt
+    recipe = load_recipe(RECIPES / f"{name}.yaml")
+    for planner in recipe["planners"]:
+        if "decomposer" in planner:
+            sampling = planner["decomposer"]["llm"]
+            assert (sampling["temperature"], sampling["top_p"]) == (0.1, 0.9)
+            planner["decomposer"] = planner["decomposer"] | {"llm": chat(server, bench / "cache")}
+    planners = json.dumps(recipe["planners"])
+
+    metrics = run(bench, f"planners={planners}", f"compare={json.dumps(recipe['compare'])}")
+
+    assert len(metrics["planners"]) == num_planners

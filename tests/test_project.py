@@ -239,14 +239,15 @@ def test_tiny_cascade_has_same_rankers():
 def test_cascade_has_values_of_skillflow():
     systems = load_recipe(ROOT / "recipes" / "skillflow.yaml")["systems"]
 
-    first, shallow, deep, chooser = systems[-1]["rankers"]
+    first, shallow, deep, chooser = systems[-2]["rankers"]
     assert first["of"]["template"]["skill"]["fields"] == "description"
     assert (first["count"], first["join"]) == (5, "union")
     assert (first["of"]["keep"], first["keep"]) == (200, 1000)
     assert (shallow["count"], deep["count"]) == (1, 1)
     assert (shallow["of"]["keep"], shallow["of"]["max_tokens"]) == (1000, 512)
     assert (deep["of"]["keep"], deep["of"]["max_tokens"]) == (100, 4096)
-    assert (chooser["keep"], chooser["most"], chooser["specificity"]) == (10, 5, True)
+    assert (chooser["keep"], chooser["most"]) == (10, 5)
+    assert systems[-1]["rankers"] == [first, shallow, deep, chooser | {"specificity": True}]
     assert {ranker["llm"]["model"] for ranker in systems[-1]["rankers"]} == {"gpt-4o-mini"}
 
 

@@ -575,11 +575,11 @@ def test_empty_rankings_are_joined(join: str):
     [
         (["no list", '["ab"]'], ["ab"], {"num_unusable": 0}),
         (
-            ["no list", "no list", "cd"],
-            ["cd"],
+            ["no list", "no list", "cd", "ab", "cd"],
+            ["cd", "ab"],
             {"num_unusable": 0, "num_single": 1, "unusable": {"no_list": 1}},
         ),
-        (["[]", "[3]", " ", "x" * 400], ["do 这个"], {"num_unusable": 1, "num_single": 0}),
+        (["[]", "[3]", *[" ", "x" * 400] * 3], ["do 这个"], {"num_unusable": 1, "num_single": 0}),
         (
             [json.dumps(["ab", "", *(f"q{n}" for n in range(50))])],
             ["ab", "q0", "q1"],
@@ -590,7 +590,7 @@ def test_empty_rankings_are_joined(join: str):
 def test_unusable_answer_falls_back_to_fewer_queries(
     server, replies: list[str], texts: list[str], counts: dict[str, Any]
 ):
-    """The model is asked again, then for a single query. Last, the task itself is the query."""
+    """The model is asked again, then for single queries. Last, the task itself is the query."""
     server.script = [Reply(text) for text in replies]
     ranker, inner = open_expand(server, count=3)
 
@@ -599,6 +599,16 @@ def test_unusable_answer_falls_back_to_fewer_queries(
     assert server.script == []
     assert list(inner.texts.values()) == texts
     assert ranker.counts.items() >= counts.items()
+
+
+def test_temperature_rises_with_every_attempt(server):
+    server.script = [Reply(text) for text in ("no list", "no list", "ab", "cd")]
+    ranker, _ = open_expand(server, count=2, llm=chat(server, temperature=0.5))
+
+    ranker.rank(queries_of(q="task"), None, 3)
+
+    temperatures = [request["temperature"] for request in server.requests]
+    assert temperatures == pytest.approx([0.5, 0.8, 0.5, 0.8])
 
 
 # In a cascade -----------------------------------------------------------------

@@ -48,6 +48,7 @@ from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.serving import service as service_module
 from skilltrain.serving.access import read_access
+from skilltrain.serving.filters import Filters
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import write_index
 from skilltrain.serving.router import Router
@@ -441,11 +442,11 @@ def test_an_unknown_prompt_is_not_logged(caplog):
     assert caplog.records == []
 
 
-def test_filters_choose_among_the_best_skills():
+def test_search_applies_filters():
     service = new_service()
 
-    answer = service.search("files", 5, {"category": ["data"], "lang": ["en", "de"]})
-    nobodys = service.search("files", 5, {"source": ["nobody"]})
+    answer = service.search("files", 5, Filters(category=("data",), lang=("en", "de")))
+    nobodys = service.search("files", 5, Filters(source=("nobody",)))
 
     assert answer["fits"]
     assert [row["skill_id"] for row in answer["skills"]] == ["data/csv-repair"]
@@ -539,7 +540,7 @@ def test_route_answers_as_the_service_does():
 
     answer = new_web_client(service).post("/route", json=body).json()
 
-    assert answer == service.search("merge pdf", 1, {"source": ["mine"]})
+    assert answer == service.search("merge pdf", 1, Filters(source=("mine",)))
     assert answer["skills"][0]["name"] == "pdf-merge"
 
 

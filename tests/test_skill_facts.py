@@ -1,4 +1,4 @@
-"""Facts of a skill that no model sees: author, url, stars, updated_at, when_to_use, files."""
+"""Facts of a skill that no model sees: author, url, stars, updated_at, tags and others."""
 
 import json
 import os
@@ -29,6 +29,7 @@ FACTS = {
     "updated_at": "2026-08-03T10:00:00Z",
     "when_to_use": "When pages must be joined.",
     "files": ["scripts/run.py", "b.md"],
+    "tags": ["pdf", "merge"],
 }
 PLAIN = Skill("pdf", "pdf", "Merge PDFs.", "Use pypdf.", lang="en")
 FULL = replace(PLAIN, **FACTS)
@@ -55,6 +56,11 @@ def test_header_gives_facts(below):
 
     expected = {"author": "Ada", "stars": 7, "updated_at": "2026-08-03", "when_to_use": "Often."}
     assert facts(skill) == dict.fromkeys(SKILL_FACTS) | expected
+
+
+@pytest.mark.parametrize("tags", ["[pdf, merge]", "pdf, merge,", "\n  - pdf\n  - merge"])
+def test_header_gives_tags(tags):
+    assert parsed(f"tags: {tags}").tags == ("pdf", "merge")
 
 
 def test_header_goes_before_its_metadata():

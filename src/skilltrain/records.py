@@ -63,6 +63,7 @@ class Skill:
         updated_at: ISO date, or date and time, of its last change.
         when_to_use: Field of the SKILL.md header. `description` contains it too.
         files: Files beside SKILL.md, relative to its folder. Empty: there are none.
+        tags: Keywords that its author chose.
         root: Folder or file on this machine that the skill was read from, as an absolute path. It
             is neither compared nor stored.
     """
@@ -81,14 +82,17 @@ class Skill:
     updated_at: str | None = None
     when_to_use: str | None = None
     files: tuple[str, ...] | None = None
+    tags: tuple[str, ...] | None = None
     root: Path | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
-        if self.files is not None:  # a list, if it comes from a table; lists cannot be hashed
-            object.__setattr__(self, "files", tuple(self.files))
+        for name in ("files", "tags"):
+            values = getattr(self, name)
+            if values is not None:  # a list, if it comes from a table; lists cannot be hashed
+                object.__setattr__(self, name, tuple(values))
 
 
-SKILL_FACTS = ("author", "url", "stars", "updated_at", "when_to_use", "files")
+SKILL_FACTS = ("author", "url", "stars", "updated_at", "when_to_use", "files", "tags")
 """Fields of a skill that no model sees. Tables of earlier versions lack them."""
 
 

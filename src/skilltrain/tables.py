@@ -95,7 +95,7 @@ SKILLS = _spec_of(
     "skills",
     "skill_id",
     order="skill_id name description body category lang source license author url stars "
-    "updated_at when_to_use files",
+    "updated_at when_to_use files tags",
 )
 QUERIES = _spec_of(Query, "queries", "query_id")
 JUDGEMENTS = _spec_of(

@@ -117,6 +117,10 @@ def agents(
     ceiling: Annotated[
         str | None, typer.Option(help="condition in which agents had the gold skills")
     ] = None,
+    exclude: Annotated[
+        Path | None,
+        typer.Option(help="JSON Lines with the key task: tasks to leave out"),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the results of agents under several conditions with those under the first condition.
@@ -125,10 +129,16 @@ def agents(
     """
     from skilltrain.evaluation.page import p_equals, signed_interval
     from skilltrain.metrics.benchmarks.load import load_benchmark
-    from skilltrain.papers.skillflow.agent_results import MAIN_MEASURE, agent_results, read_trials
+    from skilltrain.papers.skillflow.agent_results import (
+        MAIN_MEASURE,
+        agent_results,
+        read_excluded_tasks,
+        read_trials,
+    )
 
     relevances = load_benchmark(benchmark).relevances if benchmark else {}
-    results = agent_results(read_trials(trials), relevances, ceiling)
+    excluded_tasks = read_excluded_tasks(exclude) if exclude else ()
+    results = agent_results(read_trials(trials, excluded_tasks), relevances, ceiling)
     if as_json:
         show(asdict(results))
         return
@@ -233,3 +243,27 @@ def plan(
         typer.echo(plan_mermaid(task_plan))
     else:
         typer.echo("\n".join(plan_lines(task_plan, flags_by_skill)))
+
+
+@app.command("skillweaver agreement")
+def agreement(
+    first: Annotated[Path, typer.Argument(help="folder of a run of skillweaver plans")],
+    second: Annotated[
+        Path, typer.Argument(help="folder of a run over the same tasks in other words")
+    ],
+    as_json: AsJson = False,
+) -> None:
+    """Count the tasks whose plans have the right number of steps in both wordings, or in neither.
+
+    Example: skilltrain skillweaver agreement runs/plans_template runs/plans_paraphrase
+    """
+    from skilltrain.papers.skillweaver.agreement import agreements
+
+    rows = agreements(first, second)
+    if as_json:
+        show(to_jsonable_python(rows))
+        return
+    table = Table(*rows[0], title="share of tasks with equal DA, and means of both runs")
+    for row in rows:
+        table.add_row(*[printable(str(value), 40) for value in row.values()])
+    console.print(table, markup=False)

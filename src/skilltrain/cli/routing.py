@@ -174,6 +174,13 @@ def route(
         str | None, typer.Option(help="reranker for the first 20 candidates")
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="number of skills to show")] = 5,
+    filters: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="key=value that skills must have: category, lang, source, license, author, tags, "
+            "min_stars, updated_since; exclude: ids that are never shown"
+        ),
+    ] = None,
     allow_server: AllowServer = None,
     as_json: AsJson = False,
 ) -> None:
@@ -182,14 +189,20 @@ def route(
     Example: skilltrain route "merge these PDFs and stamp page numbers" --router runs/router
 
     Example: skilltrain route "merge these PDFs" --pool runs/pool --encoder runs/encoder
+
+    Example: skilltrain route "merge these PDFs" --router runs/router license=MIT min_stars=10
     """
+    from skilltrain.serving.filters import Filters
+
+    where = "skilltrain route"
+    skill_filters = validate(Filters, apply_overrides({}, read_overrides(filters)), where)
     rankers: list[dict[str, Any]] = [{"kind": "lexical"}]
     if encoder:  # the vectors are cached for the next task
         rankers = [{"kind": "dense", "source": encoder, "cache": str(cache_folder("vectors"))}]
     if reranker:
         rankers.append({"kind": "rerank", "source": reranker})
-    opened_router = quietly(open_routing, router, pool, rankers, "skilltrain route", allow_server)
-    answer = quietly(opened_router.route, task, top)
+    opened_router = quietly(open_routing, router, pool, rankers, where, allow_server)
+    answer = quietly(opened_router.route, task, top, skill_filters)
 
     if as_json:
         rows = to_jsonable_python(answer.skills)

@@ -28,11 +28,16 @@ CREATE TABLE IF NOT EXISTS answers (key TEXT PRIMARY KEY, answer TEXT NOT NULL) 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """One question to a chat model. A request with another seed gets another answer."""
+    """One question to a chat model. A request with another seed gets another answer.
+
+    Attributes:
+        added_temperature: Added to the temperature of the settings.
+    """
 
     system: str
     user: str
     seed: int
+    added_temperature: float = 0.0
 
     def messages(self) -> list[dict[str, str]]:
         """Return the chat messages, without the system message if it is empty."""
@@ -48,6 +53,8 @@ class Request:
     def key(self, parameters: Mapping[str, Any]) -> str:
         """Return the cache key: a SHA-256 of the parameters, the messages and the seed."""
         content = {"parameters": parameters, "messages": self.messages(), "seed": self.seed}
+        if self.added_temperature:
+            content["added_temperature"] = self.added_temperature
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

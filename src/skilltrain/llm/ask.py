@@ -60,6 +60,7 @@ class Questions(Generic[ItemT, ValueT]):
         max_attempts: Number of unusable answers after which an item is dropped.
         answer_tokens: Expected number of tokens in an answer, for the estimate of the cost.
         description: Label of the progress bar.
+        added_temperature: Returns what the number of an attempt adds to the model's temperature.
     """
 
     llm: LLM
@@ -70,6 +71,7 @@ class Questions(Generic[ItemT, ValueT]):
     max_attempts: int
     answer_tokens: int
     description: str
+    added_temperature: Callable[[int], float] = lambda attempt: 0.0
 
     def request(self, item: ItemT, attempt: int = 0, fault: Dropped | None = None) -> Request:
         """Return the request for an attempt.
@@ -83,7 +85,7 @@ class Questions(Generic[ItemT, ValueT]):
         if fault is not None:
             reason = untrusted_line(fault.reason)
             user += f"\nAn earlier answer was turned down: {reason}. Write another one."
-        return Request(system, user, self.seed(item, attempt))
+        return Request(system, user, self.seed(item, attempt), self.added_temperature(attempt))
 
 
 @dataclass(frozen=True)

@@ -34,6 +34,7 @@ ReplyT = TypeVar("ReplyT")
 
 _MIN_SECRET_CHARS = 8  # a shorter key, such as "none", is not secret and may be a common word
 _MAX_REASON_CHARS = 300
+_MAX_TEMPERATURE = 2.0  # of OpenAI's API
 _MAX_FAILURES = 20  # consecutive failures that end the run
 _CONNECTION_ERRORS = ("ConnectError", "ConnectTimeout")  # classes of httpx
 # Settings that an answer depends on. They are part of the answer's key in the cache.
@@ -198,6 +199,10 @@ class LLM:
             limit_name: config.max_tokens,
         }
         body |= config.model_dump(include={"temperature", "top_p"}, exclude_none=True)
+        if config.temperature is not None:
+            temperature = config.temperature + request.added_temperature
+            body["temperature"] = min(temperature, _MAX_TEMPERATURE)
+
         try:
             reply = self._server.call(lambda client: client.chat.completions.create(**body))
         except (ValueError, RecursionError):

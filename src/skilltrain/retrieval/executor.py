@@ -3,8 +3,7 @@
 Notes:
     - A ranker that fuses others has several legs, which are these rankers. Any other ranker is its
       own only leg.
-    - A single leg finds spare skills in place of excluded ones. The legs of a fusion need none,
-      because they usually find more skills than the fusion keeps.
+    - Each leg finds spare skills in place of excluded ones.
     - Processes of a distributed run use the rankings of the first one, because rounding could give
       them different rankings.
     - A ranker that asks a chat model has one leg, which holds its counts.
@@ -119,12 +118,9 @@ def _rank_legs(
     if candidates is not None:
         excluded_ids = ()
 
-    # Spare skills replace excluded ones.
-    is_fused = len(legs) > 1
-    num_spare = 0 if is_fused else len(excluded_ids)
     by_leg = []
     for leg, top_k in zip(legs, config.leg_top_ks(candidates), strict=True):
-        rankings = leg.rank(queries, candidates, top_k + num_spare)
+        rankings = leg.rank(queries, candidates, top_k + len(excluded_ids))
         if excluded_ids:
             rankings = _leave_out(rankings, excluded_ids, top_k)
         by_leg.append(rankings)

@@ -22,6 +22,7 @@ from skilltrain.retrieval.lexical import BM25Index
 from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import flatten_rankers, name_rankers
 from skilltrain.serving.answer import Answer, Calibrator, Explanation, RoutedSkill, Trace
+from skilltrain.serving.filters import Filters
 from skilltrain.serving.index import Contents, Index, RouterState, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
@@ -205,12 +206,13 @@ class Router:
         """Return the flags of the safety screening for a skill: the first of each rule."""
         return _screen(skill, find_skill_file(skill))
 
-    def route(self, task: str, k: int = 5) -> Answer:
+    def route(self, task: str, k: int = 5, filters: Filters | None = None) -> Answer:
         """Find the `k` best skills for a task.
 
         Args:
             task: Task in plain words. Only the first 10,000 characters are read.
             k: Number of skills.
+            filters: What a skill must have. None: all skills may be answers.
 
         Raises:
             SkilltrainError: The task has no visible character, or `k` is below 1.
@@ -220,7 +222,8 @@ class Router:
         pool = self._current  # another thread may replace it
         calibrator = pool.calibrator
         query = _query(task)
-        trace = pool.trace(query, k)
+        excluded_ids = filters.excluded_ids(pool.state.skills.values()) if filters else ()
+        trace = pool.trace(query, k, excluded_ids)
         probabilities: list[float | None] = [None] * len(trace.ranking)
         if calibrator:
             probabilities = calibrator.probabilities(trace).tolist()

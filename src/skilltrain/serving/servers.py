@@ -66,12 +66,12 @@ from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rerank import Rerank
 from skilltrain.serving.access import Access, guard, is_loopback, refusal
 from skilltrain.serving.connections import LineHandler, new_http_server
+from skilltrain.serving.filters import Filters
 from skilltrain.serving.service import (
     MAX_SKILLS,
     PAGE_SIZE,
     URI_SCHEME,
     Entries,
-    Filters,
     Service,
     skill_entries,
     skill_files,
@@ -108,7 +108,7 @@ class RouteRequest(Config):
 
     query: str = Field(description="the task, in plain words")
     k: Annotated[NumSkills, Strict()] = 5
-    filters: Filters | None = Field(None, description="the values that a skill may have")
+    filters: Filters | None = Field(None, description="what a skill must have")
 
     def answer(self, service: Service) -> dict[str, Any]:
         """Return the best skills for the query, as `Service.search` does."""

@@ -47,6 +47,7 @@ from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
 from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.serving.answer import RoutedSkill
+from skilltrain.serving.filters import Filters
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import read_watched
 from skilltrain.serving.router import Router
@@ -56,10 +57,8 @@ from skilltrain.texts import clean_text
 
 Flagged = Literal["mark", "withhold"]
 """What happens to skills that the safety screening flags."""
-Filters = dict[Literal["category", "lang", "source", "license"], list[str]]
-"""Allowed values of a skill, by field."""
 MAX_SKILLS = 50
-"""Largest number of skills in an answer, and number of skills to which filters are applied."""
+"""Largest number of skills in an answer."""
 PAGE_SIZE = 100
 """Number of skills on one page of the list."""
 WARNING = (
@@ -215,23 +214,22 @@ class Service:
         Args:
             query: A task in plain words.
             k: Largest number of skills.
-            filters: Allowed values by field, applied to the best `MAX_SKILLS` skills.
+            filters: What a skill must have. None: all skills may be answers.
 
         Returns:
             Whether any skill fits, the skills, and a warning.
         """
+        # More than `k` skills are needed if some of them are withheld.
         withholds = self.flagged == "withhold"
-        may_leave_out = withholds or filters
-        answer = self.router.route(query, MAX_SKILLS if may_leave_out else k)
+        answer = self.router.route(query, MAX_SKILLS if withholds else k, filters)
         pool = self.router.skills
 
         rows = []
         results = answer.skills if answer.fits else ()
         for result in results:
             skill = pool.get(result.skill_id)
-            is_withheld = withholds and result.flags
-            if skill is None or is_withheld or not _matches(skill, filters or {}):
-                continue
+            if skill is None or (result.flags and withholds):
+                continue  # the pool has changed since, or the skill is withheld
             rows.append(_answer_row(result, skill) | {"folder": self._folder(skill)})
         rows = rows[:k]
 
@@ -379,11 +377,6 @@ def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Content
 def _unknown_uri(uri: str) -> SkilltrainError:
     """Return the error for a URI at which nothing is served."""
     return SkilltrainError("unknown-skill", "no skill is served here", where=untrusted_line(uri))
-
-
-def _matches(skill: Skill, filters: Filters) -> bool:
-    """Return whether each filtered field of a skill has an allowed value."""
-    return all(getattr(skill, field) in values for field, values in filters.items())
 
 
 def _answer_row(result: RoutedSkill, skill: Skill) -> dict[str, Any]:

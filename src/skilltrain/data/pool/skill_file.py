@@ -221,6 +221,7 @@ def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
     texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
     url = texts["url"] or one_line(as_text(values.get("homepage")))
     stars = _STARS.fullmatch(texts["stars"])
+    tags = [tag.strip() for tag in texts["tags"].split(",")]
     return {
         "author": texts["author"] or None,
         "url": url if _URL.fullmatch(url) else None,
@@ -228,6 +229,7 @@ def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
         "updated_at": texts["updated_at"] if _is_iso_date(texts["updated_at"]) else None,
         "when_to_use": texts["when_to_use"] or None,
         "files": _relative_paths(values.get("files")),
+        "tags": tuple(filter(None, tags)) or None,
     }
 
 

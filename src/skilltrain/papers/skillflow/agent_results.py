@@ -18,7 +18,7 @@ Notes:
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from math import comb
@@ -59,8 +59,22 @@ class Trial(Config, extra="ignore"):
     cost: float | None = Field(default=None, ge=0)
 
 
-def read_trials(path: Path) -> list[Trial]:
+class ExcludedTask(Config, extra="ignore"):
+    """A task that is not scored."""
+
+    task: str = Field(min_length=1)
+
+
+def read_excluded_tasks(path: Path) -> set[str]:
+    """Read the names of excluded tasks from a JSON Lines file with the key `task`."""
+    return {validate(ExcludedTask, row, where).task for where, row in read_jsonl(path)}
+
+
+def read_trials(path: Path, excluded_tasks: Collection[str] = ()) -> list[Trial]:
     """Read the trials of a JSON Lines file. Unknown keys are ignored.
+
+    Args:
+        excluded_tasks: Tasks whose trials are left out.
 
     Raises:
         SkilltrainError: A row is no trial, a trial appears twice, or there is no trial.
@@ -73,9 +87,10 @@ def read_trials(path: Path) -> list[Trial]:
             problem = f"trial {trial.trial} of task '{trial.task}' stands there twice"
             raise SkilltrainError("repeated-id", problem, where=where)
         trials[key] = trial
-    if not trials:
-        raise SkilltrainError("nothing-to-score", "holds no trial", where=path)
-    return list(trials.values())
+    scored = [trial for trial in trials.values() if trial.task not in excluded_tasks]
+    if not scored:
+        raise SkilltrainError("nothing-to-score", "holds no trial to score", where=path)
+    return scored
 
 
 @dataclass(frozen=True)

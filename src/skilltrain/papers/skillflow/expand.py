@@ -4,7 +4,8 @@ Source: SkillFlow, appendix A.2. The prompts are our own.
 
 Notes:
     - A task without a usable answer is its own query.
-    - A failed task is asked about again for one query, because that is easier (SkillFlow, A.2).
+    - Each further attempt has a higher temperature. A task that fails is asked about again: once
+      for each query, one query at a time, again at rising temperatures (SkillFlow, A.2).
     - One `LLM` counts the tokens and the cost of both rounds of questions.
     - A search of the whole pool leaves out skills that do not match the query at all.
     - `read_queries` reads one character more than allowed, so that a longer text is noticed.
@@ -41,6 +42,7 @@ _SEVERAL = """Write {count} queries, each for another layer of the task: the pro
 programming language or framework, the libraries, the tools around it. Reply with a JSON list of \
 {count} strings, and with nothing else."""
 _MAX_CHARS = 300  # of a written query
+_TEMPERATURE_STEP = 0.3  # added per attempt, and per single query after the first (A.2)
 
 
 class ExpandConfig(AskingConfig):
@@ -51,7 +53,10 @@ class ExpandConfig(AskingConfig):
         description="the ranker that answers; its keep is the depth of each query"
     )
     count: int = Field(
-        default=1, ge=1, le=20, description="queries per task; if these fail, one query is written"
+        default=1,
+        ge=1,
+        le=20,
+        description="queries per task; if these fail, each is written by itself",
     )
     join: Literal["union", "max", "mean", "rrf"] = Field(
         default="union",
@@ -142,20 +147,29 @@ class Expand:
         is_down = "down" in self.counts["unusable"]
         if self.config.count > 1 and outcome.dropped and not is_down:
             values = [*values, *self._write_single(llm, queries, outcome.dropped)]
-        return {item.query_id: texts for item, texts in values}
+        texts_by_task = {}
+        for item, texts in values:
+            task_texts = texts_by_task.get(item.query_id, [])
+            texts_by_task[item.query_id] = list(dict.fromkeys(task_texts + texts))
+        return texts_by_task
 
     def _write_single(
         self, llm: LLM, queries: Sequence[Query], dropped: Sequence[Dropped]
     ) -> list[tuple[Ask, list[str]]]:
-        """Ask the model for one query for each dropped task, and update the counts."""
+        """Ask the model for one query at a time for each dropped task, and update the counts."""
         failed_ids = {row.query_id for row in dropped}
         failed = [query for query in queries if query.query_id in failed_ids]
-        questions = _questions(self.config, llm, count=1, queries=failed)
-        outcome = ask_all(questions, drop_if_down=True)
-        self.counts |= outcome.used
-        self.counts["num_single"] = len(outcome.values)
-        self.counts["num_unusable"] = len(outcome.dropped)
-        return outcome.values
+        values = []
+        for number in range(self.config.count):
+            questions = _questions(self.config, llm, 1, failed, number * _TEMPERATURE_STEP)
+            outcome = ask_all(questions, drop_if_down=True)
+            values += outcome.values
+            self.counts |= outcome.used
+
+        num_answered = len({item.query_id for item, _ in values})
+        self.counts["num_single"] = num_answered
+        self.counts["num_unusable"] = len(failed) - num_answered
+        return values
 
 
 def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
@@ -183,7 +197,11 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
 
 
 def _questions(
-    config: ExpandConfig, llm: LLM, count: int, queries: Sequence[Query]
+    config: ExpandConfig,
+    llm: LLM,
+    count: int,
+    queries: Sequence[Query],
+    added_temperature: float = 0.0,
 ) -> Questions[Ask, list[str]]:
     """Return the questions to the chat model, one for each task.
 
@@ -192,11 +210,17 @@ def _questions(
         llm: The chat model.
         count: Number of queries to write for each task.
         queries: The tasks.
+        added_temperature: Added to the model's temperature in the first attempt.
     """
     question = _ONE if count == 1 else _SEVERAL.format(count=count)
     read = partial(read_queries, count)
     prompt = Prompt(_SYSTEM, question, read, 16 * count, "writing search queries")
-    return questions_of(config, llm, prompt, [Ask(query) for query in queries])
+    questions = questions_of(config, llm, prompt, [Ask(query) for query in queries])
+
+    def temperature_of(attempt: int) -> float:
+        return added_temperature + attempt * _TEMPERATURE_STEP
+
+    return replace(questions, added_temperature=temperature_of)
 
 
 def read_queries(count: int, ask: Ask, answer: str) -> list[str]:

@@ -10,13 +10,14 @@ Notes:
       counts half.
     - The CommonMark parser sees up to 20 nested blocks. Headings, list items, inline code and links
       are counted outside code blocks, words in the whole body.
-    - The features of mentioned paths replace SkillFlow's features of bundled files.
+    - If the files beside every SKILL.md are known, the features are SkillFlow's nine (section 4.3).
+      Otherwise, mentioned paths replace bundled files, and two more features are compared.
 """
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 import numpy as np
@@ -35,6 +36,7 @@ from skilltrain.metrics.slices import Row
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.papers.skillrouter.field_attention import field_attention
+from skilltrain.records import Skill
 from skilltrain.retrieval.rerank import RerankConfig
 from skilltrain.terminal import track
 from skilltrain.texts import words_of
@@ -54,6 +56,18 @@ _MENTIONS = {
         r"(?<![\w-])references?/[\w./-]{0,100}\.(?:md|txt|rst|pdf|json|ya?ml)\b"
     ),
 }
+
+
+_COMPARED_BY_SKILLFLOW = (
+    "words",
+    "code share",
+    "code blocks",
+    "headings",
+    "ordered items",
+    "inline code per 100 words",
+)
+_SCRIPTS = frozenset(".py .sh .bash .js .mjs .ts .rb .pl .ps1 .r".split())
+_DOCUMENTS = frozenset(".md .txt .rst .pdf .html .docx".split())
 
 
 class Attention(Analysis):
@@ -86,14 +100,13 @@ class Structure(Analysis):
     kind: Literal["structure"] = "structure"
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
-        """Compare the bodies of the gold skills with those of all other skills."""
-        gold = {}  # body by skill id
+        """Compare the gold skills with all other skills."""
+        gold_ids = set()
         for task in inputs.benchmark.tasks:
-            for skill_id in gold_in_pool(task.relevance, inputs.skills):
-                gold[skill_id] = inputs.skills[skill_id].body
-        skills = inputs.skills.values()
-        other_bodies = (skill.body for skill in skills if skill.skill_id not in gold)
-        return compare_structure(gold.values(), other_bodies)
+            gold_ids.update(gold_in_pool(task.relevance, inputs.skills))
+        gold = [inputs.skills[skill_id] for skill_id in sorted(gold_ids)]
+        others = [skill for skill in inputs.skills.values() if skill.skill_id not in gold_ids]
+        return compare_structure(gold, others)
 
 
 class PassRates(Analysis):
@@ -150,21 +163,19 @@ def _estimate(coverage: Interval, rate_without: float, rate_with_gold: float) ->
     return Interval(mean, low, high, coverage.n)
 
 
-def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -> list[Row]:
+def compare_structure(gold_skills: Sequence[Skill], other_skills: Sequence[Skill]) -> list[Row]:
     """Compare the structure of gold skills with that of other skills, in a row for each feature.
-
-    Args:
-        gold_bodies: Bodies of the gold skills.
-        other_bodies: Bodies of all other skills.
 
     Raises:
         SkilltrainError: There is no gold skill, or no other skill.
     """
     from scipy.stats import mannwhitneyu
 
-    gold_features = [structure_features(body) for body in gold_bodies]
-    tracked_bodies = track(other_bodies, "structure of skills", None)
-    other_features = [structure_features(body) for body in tracked_bodies]
+    has_files = all(skill.files is not None for skill in [*gold_skills, *other_skills])
+    features_of = bundle_features if has_files else mention_features
+    gold_features = [features_of(skill) for skill in gold_skills]
+    tracked_skills = track(other_skills, "structure of skills", len(other_skills))
+    other_features = [features_of(skill) for skill in tracked_skills]
     for side, features in {"gold": gold_features, "other": other_features}.items():
         if not features:
             problem = f"no {side} skills, whose structure could be compared"
@@ -177,7 +188,7 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     p_values = holm(test.pvalue)
     rows = []
     for column, name in enumerate(gold_features[0]):
-        average = np.mean if name in _MENTIONS else np.median
+        average = np.mean if name.startswith(("mentions", "bundles")) else np.median
         rows.append(
             {
                 "feature": name,
@@ -192,7 +203,24 @@ def compare_structure(gold_bodies: Iterable[str], other_bodies: Iterable[str]) -
     return rows
 
 
-def structure_features(body: str) -> dict[str, float]:
+def bundle_features(skill: Skill) -> dict[str, float]:
+    """Return SkillFlow's nine features of a skill. Its files must be known."""
+    features = _body_features(skill.body)
+    suffixes = {PurePosixPath(file).suffix.lower() for file in skill.files or ()}
+    return {name: features[name] for name in _COMPARED_BY_SKILLFLOW} | {
+        "bundles scripts": float(bool(suffixes & _SCRIPTS)),
+        "bundles documents": float(bool(suffixes & _DOCUMENTS)),
+        "bundles other files": float(bool(suffixes - _SCRIPTS - _DOCUMENTS)),
+    }
+
+
+def mention_features(skill: Skill) -> dict[str, float]:
+    """Return the features of a skill's body, with the kinds of files that it mentions."""
+    mentions = {name: float(bool(regex.search(skill.body))) for name, regex in _MENTIONS.items()}
+    return _body_features(skill.body) | mentions
+
+
+def _body_features(body: str) -> dict[str, float]:
     """Measure the structure of a skill's Markdown body, as values by feature."""
     text = body.replace("\r\n", "\n")
     blocks = _MARKDOWN.parse(text)
@@ -204,7 +232,6 @@ def structure_features(body: str) -> dict[str, float]:
         num_tokens.update(token.type for token in block.children or ())
     items = [block for block in blocks if block.type == "list_item_open"]
     num_ordered = sum(item.markup in (".", ")") for item in items)
-    mentions = {name: float(bool(regex.search(text))) for name, regex in _MENTIONS.items()}
     return {
         "words": num_words,
         "code share": sum(map(len, code)) / max(1, len(text)),
@@ -214,5 +241,4 @@ def structure_features(body: str) -> dict[str, float]:
         "unordered items": len(items) - num_ordered,
         "inline code per 100 words": 100 * num_tokens["code_inline"] / max(1, num_words),
         "links": num_tokens["link_open"],
-        **mentions,
     }

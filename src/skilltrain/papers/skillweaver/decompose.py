@@ -1,16 +1,23 @@
 """Chat models that plan: a decomposer and two baselines (SkillWeaver, sections 4.1 and 7.3).
 
-The prompts are our own. Tasks and skills are untrusted text (llm/untrusted.py).
+The prompts are our own, and a file may replace that of the decomposer. Tasks and skills are
+untrusted text (llm/untrusted.py). In the prompt of a file they have no marks around them.
 """
 
-from collections.abc import Sequence
-from typing import ClassVar, Literal
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
+from skilltrain.config import InputPath
+from skilltrain.llm import LLM, Questions
 from skilltrain.llm.ask import read_numbers, read_object, read_texts
-from skilltrain.llm.query_prompts import Ask, AskConfig, Prompt
-from skilltrain.llm.untrusted import untrusted_line
+from skilltrain.llm.prompt_files import check_prompt, read_prompt, render_messages
+from skilltrain.llm.query_prompts import Ask, AskConfig, Prompt, questions_of
+from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round
 
 _RULE = """
@@ -92,14 +99,50 @@ class ModelConfig(AskConfig):
     """A chat model that plans."""
 
     query_chars: int = Field(default=4000, ge=1, description="characters of a task that it sees")
-    prompt: ClassVar[Prompt]
+    default_prompt: ClassVar[Prompt]
+
+    def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
+        """Return the questions of the prompt."""
+        return questions_of(self, llm, self.default_prompt, asks)
+
+
+def _read_prompt(path: Path) -> Mapping[str, Any]:
+    """Read a prompt that asks for steps, and check it with and without hints."""
+    query = {"query": "(query)"}
+    texts = read_prompt(path, query | {"hint_list": "(hints)"}, query | {"hint_list": "(hints)"})
+    check_prompt(texts, query | {"hint_list": ""}, query, path)
+    return texts
 
 
 class StepsConfig(ModelConfig):
     """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
 
     kind: Literal["llm"] = "llm"
-    prompt = Prompt(_STEPS + _RULE, "", read_steps, 120, "planning")
+    prompt: InputPath | None = Field(
+        default=None,
+        description="YAML file with system and user, and {{ query }} and {{ hint_list }} in them, "
+        "which is empty in the first round; null: our prompt",
+    )
+    default_prompt = Prompt(_STEPS + _RULE, "", read_steps, 120, "planning")
+
+    def check(self) -> None:
+        """Raise SkilltrainError if the chat model or the prompt's file cannot be used."""
+        super().check()
+        if self.prompt is not None:
+            _read_prompt(self.prompt)
+
+    def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
+        """Return the questions of the prompt, from its file if there is one."""
+        questions = super().questions(llm, asks)
+        if self.prompt is None:
+            return questions
+        return replace(questions, prompt=partial(self._messages, _read_prompt(self.prompt)))
+
+    def _messages(self, texts: Mapping[str, Any], ask: Ask) -> tuple[str, str]:
+        """Return the messages of a prompt file for a task."""
+        hints = [text for _, text in ask.titled_texts]
+        query = untrusted_text(ask.query.text, self.query_chars)
+        return render_messages(texts, {"query": query, "hint_list": "\n".join(hints)})
 
 
 class DirectConfig(ModelConfig):
@@ -111,11 +154,11 @@ class DirectConfig(ModelConfig):
         ge=1,
         description="number of skills that it sees: those nearest to the task, and the gold ones",
     )
-    prompt = Prompt(_DIRECT + _RULE, "", read_choices, 120, "planning")
+    default_prompt = Prompt(_DIRECT + _RULE, "", read_choices, 120, "planning")
 
 
 class ReactConfig(ModelConfig):
     """ReAct: a chat model that thinks, searches, and reads the results, until it stops."""
 
     kind: Literal["react"] = "react"
-    prompt = Prompt(_REACT + _RULE, "", read_search, 120, "planning")
+    default_prompt = Prompt(_REACT + _RULE, "", read_search, 120, "planning")

@@ -97,25 +97,30 @@ def plan_values(
             is_hit = [bool(skill_ids) and skill_ids[0] in top_ids for skill_ids in oracle]
             values[f"Step R@{k}"] = fmean(is_hit)
 
-    gold = [step.skill_id for step in task.steps]
-    has_skill_for_each_step = bool(gold) and all(gold)
-    if not has_skill_for_each_step:
+    gold = gold_chain(task)
+    if not gold:
         return values
 
     # Compare the planned steps with the gold steps at the same positions.
     categories = {skill_id: skill.category for skill_id, skill in skills.items()}
     for k in CUTOFFS:
         values[f"R@{k}"] = _recall(gold, retrieved, k)
-        values[f"CatR@{k}"] = _category_recall(gold, retrieved, k, categories)
+        values[f"CatR@{k}"] = category_recall(gold, retrieved, k, categories)
     chosen_by_step = [[skill_id] if skill_id else [] for skill_id in chosen]
-    share = _category_recall(gold, chosen_by_step, 1, categories)
+    share = category_recall(gold, chosen_by_step, 1, categories)
     return values | {
         "Chain exact": float([*chosen] == gold),
         "Chain category (share)": share,
         "Chain category (all)": float(share == 1 and num_steps == num_gold),
         "Oracle R@1": _recall(gold, oracle, 1),
-        "Oracle CatR@1": _category_recall(gold, oracle, 1, categories),
+        "Oracle CatR@1": category_recall(gold, oracle, 1, categories),
     }
+
+
+def gold_chain(task: Task) -> list[str]:
+    """Return the gold skill of each step; empty if it is not known for every step."""
+    gold = [step.skill_id for step in task.steps]
+    return gold if all(gold) else []
 
 
 def _gold_values(
@@ -165,7 +170,7 @@ def _recall(gold: Sequence[str], skills_by_step: SkillsByStep, k: int) -> float:
     return sum(gold_id in skill_ids[:k] for gold_id, skill_ids in pairs) / len(gold)
 
 
-def _category_recall(
+def category_recall(
     gold: Sequence[str], skills_by_step: SkillsByStep, k: int, categories: Mapping[str, str | None]
 ) -> float:
     """Return the share of gold steps whose category is among the first `k` skills of the same step.

@@ -27,7 +27,7 @@ from pydantic import Field
 
 from skilltrain.config import Config
 from skilltrain.llm import LLM, Outcome, ask_all
-from skilltrain.llm.query_prompts import Ask, questions_of
+from skilltrain.llm.query_prompts import Ask
 from skilltrain.llm.untrusted import untrusted_line
 from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, ComposeConfig, Plan, compose
 from skilltrain.papers.skillweaver.decompose import (
@@ -77,8 +77,10 @@ class HintsConfig(Config):
         description="planning ends when the hints of two rounds are more similar than this "
         "(Jaccard, tau)",
     )
-    show: Literal["names", "described"] = Field(
-        default="names", description="show hints by name alone, or with their description"
+    show: Literal["names", "described", "categories"] = Field(
+        default="names",
+        description="show the names of the skills, also their descriptions, or, as a control, only "
+        "their categories",
     )
 
 
@@ -166,8 +168,7 @@ class Planner:
         llm = LLM(config.llm)
 
         def ask_model(requests: Sequence[Ask]) -> Outcome[Ask, Any]:
-            questions = questions_of(config, llm, config.prompt, requests)
-            return ask_all(questions, drop_if_down=self.lenient)
+            return ask_all(config.questions(llm, requests), drop_if_down=self.lenient)
 
         if isinstance(config, ReactConfig):
             outcome = self._search(ask_model, tasks)
@@ -238,7 +239,7 @@ class Planner:
             similarity = last_round.jaccard  # None in the first round
             is_stable = similarity is not None and similarity > settings.stop_above
             if last_round.hints and not is_stable:
-                lines = self._describe(last_round.hints, settings.show == "described")
+                lines = self._describe(last_round.hints, settings.show)
                 requests.append(Ask(task, titled_texts=((_MAY_HELP, lines),)))
         return requests
 
@@ -284,7 +285,7 @@ class Planner:
             requests = []
             for (request, search), ranking in zip(turns, rankings, strict=True):
                 searches[request.query_id].append(search)
-                lines = self._describe([skill_id for skill_id, _ in ranking], described=True)
+                lines = self._describe([skill_id for skill_id, _ in ranking], "described")
                 titled_results = ("so far", f"search: {search}\n{lines}".strip())
                 titled_texts = (*request.titled_texts, titled_results)
                 requests.append(replace(request, titled_texts=titled_texts))
@@ -296,10 +297,16 @@ class Planner:
                 rounds.append((Ask(task), Round(texts)))
         return Outcome(rounds, dropped, used={})
 
-    def _describe(self, skill_ids: Sequence[str], described: bool) -> str:
-        """Return the names of skills on one line, or each name with a description on its line."""
+    def _describe(self, skill_ids: Sequence[str], show: str) -> str:
+        """Return what the model sees of skills (see `HintsConfig.show`).
+
+        Names or categories are on one line. Each name with a description has its own line.
+        """
         skills = [self.skills[skill_id] for skill_id in skill_ids]
-        if not described:
+        if show == "categories":
+            categories = dict.fromkeys(skill.category for skill in skills if skill.category)
+            return ", ".join(map(untrusted_line, categories))
+        if show == "names":
             return ", ".join(untrusted_line(skill.name) for skill in skills)
         lines = []
         for skill in skills:

@@ -6,15 +6,21 @@ Notes:
     - The slices of a planner are those of the benchmark's labels, of the difficulty (by the number
       of gold steps), of whether it planned too many steps, and of the gold skills' categories.
     - In the rows of a planner's rounds, a task that stopped earlier counts with its last round.
+    - The groups of tasks compare each planner with the first one: it fixes the number of steps
+      (DA), breaks it, or both have it right or wrong (SkillWeaver, section 7.6).
+    - Latency is measured one task at a time, without the cache of answers.
     - A plan has a note only if a model failed, and rules planned the task.
 """
 
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, model_validator
 from pydantic_core import to_jsonable_python
 
@@ -25,15 +31,22 @@ from skilltrain.evaluation.page import markdown
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.llm import LLM, estimate_cost
 from skilltrain.llm.answers import estimate_tokens
-from skilltrain.llm.query_prompts import Ask, questions_of
+from skilltrain.llm.query_prompts import Ask
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Labels, Task, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.comparison import SystemResult, compare
 from skilltrain.metrics.slices import SliceMeans, distinct_slices, means_by_slice
 from skilltrain.papers.skillweaver.compose import NUM_CANDIDATES, Plan, plan_json
 from skilltrain.papers.skillweaver.decompose import ModelConfig
-from skilltrain.papers.skillweaver.plan_measures import MEANINGS, measure_names, plan_values
+from skilltrain.papers.skillweaver.plan_measures import (
+    MEANINGS,
+    category_recall,
+    gold_chain,
+    measure_names,
+    plan_values,
+)
 from skilltrain.papers.skillweaver.planner import Find, Planner, PlannerConfig, find_each
+from skilltrain.papers.skillweaver.rules import Round
 from skilltrain.records import Query, Ranking, Skill
 from skilltrain.retrieval.cascade import SystemConfig, check_systems
 from skilltrain.retrieval.executor import OpenRankers, run_rankers, with_keeps
@@ -44,6 +57,13 @@ from skilltrain.version import __version__
 _SLICED = ("DA", "CatR@1", "CatR@10", "Skill R@10", "Chosen")
 _DIFFICULTIES = {0: "easy", 1: "easy", 2: "easy", 3: "medium"}  # by number of steps, else hard
 _MAX_SLICES = 50  # values of one label that get a slice
+_GROUPED = {"DA", "CatR@1"}  # measures that a group of tasks needs
+_GROUPS = {
+    (0.0, 1.0): "fixed",
+    (1.0, 0.0): "broken",
+    (1.0, 1.0): "both right",
+    (0.0, 0.0): "both wrong",
+}
 PlansByPlanner = Mapping[str, Sequence[Plan]]
 """Plans of all tasks by the name of the planner."""
 SlicesByPlanner = Mapping[str, Sequence[SliceMeans]]
@@ -84,6 +104,12 @@ class Plans(Stage):
         default=("DA", "DA±1", "CatR@1", "Skill R@10"),
         description="measures by which the other planners are compared to the baseline",
     )
+    num_timed: int = Field(
+        default=0,
+        ge=0,
+        description="number of tasks that each planner plans again, one by one and without cached "
+        "answers, to measure its latency",
+    )
     out: Path = Field(
         description="folder to write: metrics.json, report.md, per_query.jsonl, plans.jsonl"
     )
@@ -121,9 +147,8 @@ class Plans(Stage):
         # Plan the tasks, and score the plans.
         find = finder(self.system, pool)
         golds = {task.query.query_id: task.relevance.gold for task in tasks}
-        plans = {}
-        for planner in self.planners:
-            plans[planner.name] = Planner(planner, skills, find, golds).plan(benchmark.queries)
+        planners = {each.name: Planner(each, skills, find, golds) for each in self.planners}
+        plans = {name: planner.plan(benchmark.queries) for name, planner in planners.items()}
         results = _results(tasks, plans, find, skills)
         slices = {}
         for result in results:
@@ -135,7 +160,13 @@ class Plans(Stage):
         # Write the report, and the values behind it.
         baseline, *compared = self.planners
         pairs = [(baseline.name, planner.name) for planner in compared]
-        rounds = {name: _rounds(tasks, task_plans) for name, task_plans in plans.items()}
+        rounds = {}
+        latencies = {}
+        for name, planner in planners.items():
+            rounds[name] = _rounds(tasks, plans[name], find, skills)
+            if self.num_timed:
+                latencies[name] = _latency(planner, benchmark.queries[: self.num_timed])
+        analyses = {"rounds": rounds, "groups": _groups(results), "latencies": latencies}
         comparisons = compare(results, pairs, self.compare)
         metrics = {
             "benchmark": benchmark.name,
@@ -147,7 +178,7 @@ class Plans(Stage):
             "plans",
             **metrics,
             slices=slices,
-            rounds=rounds,
+            **analyses,
             comparisons=comparisons,
             measures=self.scored,
             meanings=MEANINGS,
@@ -158,7 +189,7 @@ class Plans(Stage):
             "skilltrain": __version__,
             **metrics,
             "planners": _slice_rows(slices),
-            "rounds": rounds,
+            **analyses,
             "comparisons": comparisons,
         }
         write_json(out / "metrics.json", to_jsonable_python(metrics))
@@ -175,8 +206,7 @@ class Plans(Stage):
         for planner in self.planners:
             model = planner.decomposer
             if isinstance(model, ModelConfig):
-                questions = questions_of(model, LLM(model.llm), model.prompt, asks)
-                costs[planner.name] = estimate_cost(questions)
+                costs[planner.name] = estimate_cost(model.questions(LLM(model.llm), asks))
         return {"num_tasks": len(asks), "num_skills": len(pool), "asked": costs}
 
 
@@ -252,6 +282,9 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
         SkilltrainError: The benchmark has no steps, no pool, or no gold skills.
     """
     check_systems([config.system])
+    for planner in config.planners:
+        if isinstance(planner.decomposer, ModelConfig):
+            planner.decomposer.check()
     benchmark = load_benchmark(config.benchmark, config.split)
     pool = list(benchmark.pool) if config.pool is None else read_pool(config.pool)
     if not pool:
@@ -346,7 +379,51 @@ def _labels(
     return labels
 
 
-def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]]:
+def _groups(results: Sequence[SystemResult]) -> list[dict[str, Any]]:
+    """Return CatR@1 of each planner and the first one, by who has the right number of steps.
+
+    Tasks without these measures are left out.
+    """
+    rows = []
+    baseline = results[0].per_query
+    for result in results[1:]:
+        pairs_by_group = {}
+        for query_id, values in result.per_query.items():
+            first = baseline[query_id]
+            if values.keys() >= _GROUPED:
+                group = _GROUPS[first["DA"], values["DA"]]
+                pairs_by_group.setdefault(group, []).append((first["CatR@1"], values["CatR@1"]))
+        for group, pairs in sorted(pairs_by_group.items()):
+            before, after = map(fmean, zip(*pairs, strict=True))
+            row = {"planner": result.name, "group": group, "n": len(pairs)}
+            rows.append(row | {"first CatR@1": before, "CatR@1": after})
+    return rows
+
+
+def _without_cache(planner: PlannerConfig) -> PlannerConfig:
+    """Return the settings of a planner whose chat model answers every request anew."""
+    decomposer = planner.decomposer
+    if not isinstance(decomposer, ModelConfig):
+        return planner
+    llm = decomposer.llm.model_copy(update={"cache": None})
+    return planner.model_copy(update={"decomposer": decomposer.model_copy(update={"llm": llm})})
+
+
+def _latency(planner: Planner, tasks: Sequence[Query]) -> dict[str, float]:
+    """Plan tasks one by one, and return the seconds per task: mean, median and 95th percentile."""
+    uncached = replace(planner, config=_without_cache(planner.config))
+    seconds = []
+    for task in tasks:
+        start = time.perf_counter()
+        uncached.plan([task])
+        seconds.append(time.perf_counter() - start)
+    p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
+    return {"n": len(seconds), "mean": fmean(seconds), "p50": p50, "p95": p95}
+
+
+def _rounds(
+    tasks: Sequence[Task], plans: Sequence[Plan], find: Find, skills: Mapping[str, Skill]
+) -> list[dict[str, Any]]:
     """Summarise each round of a planner.
 
     Returns:
@@ -355,23 +432,41 @@ def _rounds(tasks: Sequence[Task], plans: Sequence[Plan]) -> list[dict[str, Any]
     rows = []
     max_rounds = max(len(plan.rounds) for plan in plans)
     for number in range(max_rounds):
-        rounds = []  # of each task
-        for plan in plans:
-            last_number = len(plan.rounds) - 1
-            rounds.append(plan.rounds[min(number, last_number)])
-        counts = [len(each.texts) for each in rounds]
-        is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
-        jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
-        rows.append(
-            {
-                "round": number,
-                "reached": sum(len(plan.rounds) > number for plan in plans),
-                "steps": fmean(counts),
-                "DA": fmean(is_exact),
-                "jaccard": fmean(jaccards) if jaccards else None,
-            }
-        )
+        rounds = [plan.rounds[min(number, len(plan.rounds) - 1)] for plan in plans]
+        num_reached = sum(len(plan.rounds) > number for plan in plans)
+        means = _round_means(tasks, rounds, find, skills)
+        rows.append({"round": number, "reached": num_reached, **means})
     return rows
+
+
+def _round_means(
+    tasks: Sequence[Task], rounds: Sequence[Round], find: Find, skills: Mapping[str, Skill]
+) -> dict[str, float | None]:
+    """Return the means of one round of each task. None: no task has a value."""
+    counts = [len(each.texts) for each in rounds]
+    is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+    jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
+    retrieved = find_each(find, [each.texts for each in rounds], keep=1)
+    recalls = _category_recalls(tasks, retrieved, skills)
+    return {
+        "steps": fmean(counts),
+        "DA": fmean(is_exact),
+        "CatR@1": fmean(recalls) if recalls else None,
+        "jaccard": fmean(jaccards) if jaccards else None,
+    }
+
+
+def _category_recalls(
+    tasks: Sequence[Task], retrieved: Sequence[Sequence[Ranking]], skills: Mapping[str, Skill]
+) -> list[float]:
+    """Return CatR@1 of the tasks that have a gold skill for every step."""
+    categories = {skill_id: skill.category for skill_id, skill in skills.items()}
+    recalls = []
+    for task, rankings in zip(tasks, retrieved, strict=True):
+        gold = gold_chain(task)
+        if gold:
+            recalls.append(category_recall(gold, _without_scores(rankings), 1, categories))
+    return recalls
 
 
 def _notes(plans: PlansByPlanner) -> list[str]:

@@ -1,0 +1,52 @@
+"""Filters of skills by their facts, for requests to a router (SkillFlow, section A.1)."""
+
+from collections.abc import Iterable
+from datetime import date
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from skilltrain.config import Config
+from skilltrain.records import Skill
+
+
+def _as_tuple(value: Any) -> Any:
+    """Return a single value as a tuple of one."""
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+Values = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+"""A text, or a list of texts."""
+_ONE_OF = ("category", "lang", "source", "license", "author")
+
+
+class Filters(Config):
+    """What a skill must have. A skill without a known value does not pass the filter of it."""
+
+    category: Values = Field(default=(), description="one of these categories")
+    lang: Values = Field(default=(), description="one of these languages")
+    source: Values = Field(default=(), description="one of these sources")
+    license: Values = Field(default=(), description="one of these licences")
+    author: Values = Field(default=(), description="one of these authors")
+    tags: Values = Field(default=(), description="at least one of these tags")
+    min_stars: int | None = Field(default=None, ge=1, description="least number of stars")
+    updated_since: date | None = Field(default=None, description="earliest day of the last change")
+    exclude: Values = Field(default=(), description="ids of skills that are never answers")
+
+    def excluded_ids(self, skills: Iterable[Skill]) -> set[str]:
+        """Return the ids of the skills that do not pass."""
+        return {skill.skill_id for skill in skills if not self.accepts(skill)}
+
+    def accepts(self, skill: Skill) -> bool:
+        """Return whether a skill passes all filters."""
+        for name in _ONE_OF:
+            allowed = getattr(self, name)
+            if allowed and getattr(skill, name) not in allowed:
+                return False
+        if self.tags and not set(self.tags).intersection(skill.tags or ()):
+            return False
+        if self.min_stars is not None and (skill.stars or 0) < self.min_stars:
+            return False
+        if self.updated_since and (skill.updated_at or "") < self.updated_since.isoformat():
+            return False
+        return skill.skill_id not in self.exclude
