@@ -79,7 +79,7 @@ def sheet(
 
 
 @app.command("r3 agreement")
-def agreement(
+def sheet_agreement(
     sheets: Annotated[list[Path], typer.Argument(help="filled sheets, one for each expert")],
     judged: Annotated[Path, typer.Option(help="folder from which the sheets were made")],
     as_json: AsJson = False,
@@ -246,7 +246,7 @@ def plan(
 
 
 @app.command("skillweaver agreement")
-def agreement(
+def plan_agreement(
     first: Annotated[Path, typer.Argument(help="folder of a run of skillweaver plans")],
     second: Annotated[
         Path, typer.Argument(help="folder of a run over the same tasks in other words")
