@@ -234,6 +234,14 @@ def test_fault_is_one_line(command, message, paths, runs, monkeypatch):
         assert outcome.only_line
 
 
+def test_missing_extra_says_how_to_install_it(paths, monkeypatch):
+    monkeypatch.setitem(sys.modules, "skilltrain.serving.servers", None)
+
+    outcome = skilltrain("serve", paths["tmp"])
+
+    assert "pip install -e '.[serve]' -c constraints.txt" in outcome.error_line
+
+
 def test_debug_shows_traceback(paths):
     with pytest.raises(Exception, match="no such model") as raised:
         skilltrain(*arguments(TRAIN + "model.source=nowhere --debug", paths))

@@ -18,7 +18,7 @@ from skilltrain.cli.app import (
     show,
 )
 from skilltrain.config import apply_overrides, parse_yaml, validate
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, install_command
 from skilltrain.files import cache_folder
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -258,7 +258,7 @@ def serve(
         raise SkilltrainError(
             "missing-package",
             f"{error.name} is not installed",
-            fix="pip install 'skilltrain[serve]'",
+            fix=install_command("serve"),
         ) from error
 
     watched_folders = watch or []
