@@ -343,6 +343,7 @@ def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe
         "pool": inputs["pool"],
         "benchmark": inputs["queries"],
         "split": "dev",
+        "print_groups": False,
         "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
     }
 
