@@ -201,7 +201,7 @@ FAULTS = [  # command, part of the error
     ("route words --pool {tmp}/nowhere", "{tmp}/nowhere: no such file or folder"),
     ("route words --pool {runs}/pool --top 0", "Invalid value for '--top': "),
     ("route words", "skilltrain route: give either --router or --pool"),
-    ("pool sources=hf: out={tmp}/out", "sources: write hf:NAME, without a space"),
+    ("pool sources=hf: out={tmp}/out", "sources: write a path, or hf:NAME without a space"),
     # The command itself.
     ("rout words", "No such command 'rout'"),
     ("train", "Missing argument 'file'"),

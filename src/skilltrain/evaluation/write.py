@@ -274,8 +274,8 @@ def terminal_table(report: Report, width: int, print_groups: bool = True) -> Gro
 
     Args:
         report: The report.
-        width: Width of the terminal in characters. Columns beyond it follow in further tables.
-        print_groups: Whether to show groups of queries too, if they are large enough.
+        width: Characters in a line. Further columns follow in more tables.
+        print_groups: Whether to show large groups of queries too.
     """
     max_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
     tables = []
