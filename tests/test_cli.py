@@ -201,6 +201,7 @@ FAULTS = [  # command, part of the error
     ("route words --pool {tmp}/nowhere", "{tmp}/nowhere: no such file or folder"),
     ("route words --pool {runs}/pool --top 0", "Invalid value for '--top': "),
     ("route words", "skilltrain route: give either --router or --pool"),
+    ("pool sources=hf: out={tmp}/out", "sources: write a path, or hf:NAME without a space"),
     # The command itself.
     ("rout words", "No such command 'rout'"),
     ("train", "Missing argument 'file'"),
@@ -232,6 +233,14 @@ def test_fault_is_one_line(command, message, paths, runs, monkeypatch):
     # These two say what they read before they meet a fault.
     if not command.startswith(("train", "evaluate")):
         assert outcome.only_line
+
+
+def test_missing_extra_says_how_to_install_it(paths, monkeypatch):
+    monkeypatch.setitem(sys.modules, "skilltrain.serving.servers", None)
+
+    outcome = skilltrain("serve", paths["tmp"])
+
+    assert "pip install -e '.[serve]' -c constraints.txt" in outcome.error_line
 
 
 def test_debug_shows_traceback(paths):
@@ -275,6 +284,20 @@ def test_signal_has_exit_code_of_its_own(runs, tmp_path, monkeypatch, raised, co
     assert outcome.code == code
     assert outcome.err == f"error: {line}\n"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_sigterm_leaves_no_temporary_files(runs, tmp_path, monkeypatch):
+    def terminated(config, out):
+        (out / "half").write_text("")
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", terminated)
+
+    outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
+
+    assert outcome.code == 143
+    assert list(tmp_path.iterdir()) == []
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 @pytest.mark.parametrize(

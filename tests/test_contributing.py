@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 
-import skilltrain.data.mine  # its settings name the plug-ins that are installed now
+# Their settings name the plug-ins that are installed now.
+import skilltrain.data.filter
+import skilltrain.data.mine
 import skilltrain.testing as checks
 from benchmark_folders import write_ours, write_pool
 from skilltrain.data.filter_layers import PAIR, FilterPool

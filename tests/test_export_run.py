@@ -669,6 +669,18 @@ def remove_a_weight(run):
             add_note("https://ada:open" + "sesame@host/x"),
             r"tokenizer_config\.json: holds what looks like a secret: https://… \(",
         ),
+        (
+            add_note("aws_secret_access_key = k7Qz/9vTbX2m+LpR4" + "wNcY8sJdF3hGa6ZuE1tVoBi"),
+            r"holds what looks like a secret: k7Qz/9vT… \(40 characters\)",
+        ),
+        (
+            add_note("https://host.dev/v1?api_key=q8Zt3LmX7" + "vKw2RbY"),
+            r"holds what looks like a secret: q8Zt3LmX… \(16 characters\)",
+        ),
+        (
+            add_note("https://q8Zt3LmX7" + "vKw2RbY@host.dev/v1"),
+            r"holds what looks like a secret: q8Zt3LmX… \(16 characters\)",
+        ),
         (remove_a_weight, r"its weights do not fit its config\.json: 1 are missing"),
         (shutil.rmtree, r"run: no such folder"),
         (

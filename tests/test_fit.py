@@ -107,6 +107,12 @@ def test_router_without_training_is_calibrated(untrained):
         assert not router.route(request).fits
 
 
+def test_report_of_fit_prints_no_groups(skills, tmp_path):
+    report = fit_module.recipes_of(FitConfig(skills=skills, out=tmp_path))["report"]
+
+    assert not report["print_groups"]
+
+
 def test_second_fit_keeps_the_calibration(untrained, skills):
     out, _ = untrained
     calibration = Index.open(out).record.calibration
@@ -299,6 +305,39 @@ def test_skills_without_requests_get_an_untrained_router(tmp_path, capsys):
 
     assert not summary["trained"]
     assert "no encoder is trained" in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize(("split", "missing"), [("dev", "train"), ("train", "dev")])
+def test_few_queries_get_an_untrained_router(skills, tmp_path, capsys, split, missing):
+    file = tmp_path / "mine.jsonl"
+    rows = [
+        {"query": "water the plants", "skill_ids": ["extra"], "split": split},
+        {"query": "merge pdf files", "skill_ids": ["documents/pdf-merge"], "split": split},
+    ]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    summary = skilltrain.fit(skills, tmp_path / "router", queries=[file])
+
+    assert not summary["trained"]
+    message = f"no query is of split {missing}, so no encoder is trained"
+    assert message in " ".join(capsys.readouterr().err.split())
+    calibration = Index.open(tmp_path / "router").record.calibration
+    assert calibration is not None
+    assert calibration.num_queries == 2
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_other_queries_are_refused_first(untrained, queries, skills, capsys, train):
+    out, _ = untrained
+
+    with raises("other-run") as caught:
+        skilltrain.fit(skills, out, queries=[queries], train=train)
+
+    assert str(caught.value) == (
+        f"{out}: holds a router that was made with other queries "
+        "(choose another --out, or delete the folder)"
+    )
+    assert "step" not in capsys.readouterr().err
 
 
 def test_dry_run_needs_skills(tmp_path):

@@ -271,7 +271,7 @@ def test_unusable_answer_gives_reason(changed: dict[str, Any], kind: str, reason
         (["group_size=1"], "group_size: must be greater than or equal to 2"),
         (["languages=[en, fr]"], "languages.1: must be 'en' or 'zh'"),
         (["pool={small}"], "every group would hold one skill alone"),
-        (["pool={small}", "languages=[zh]"], "the pool holds no skill of language zh"),
+        (["pool={small}", "languages=[en, zh]"], "no skill of language zh, for en2zh, zh2zh (name"),
     ],
 )
 def test_settings_without_groups_are_refused(

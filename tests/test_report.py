@@ -77,11 +77,11 @@ def report_of(
     return replace(report, **fields)
 
 
-def terminal(report: Report, width: int) -> str:
+def terminal(report: Report, width: int, print_groups: bool = True) -> str:
     """Return the table as a terminal of this width prints it."""
     console = Console(width=width, file=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(terminal_table(report, width))
+        console.print(terminal_table(report, width, print_groups))
     return capture.get()
 
 
@@ -167,11 +167,35 @@ def test_terminal_table_fits_any_width(width: int):
     text = terminal(report, width)
 
     assert max(map(len, text.splitlines())) <= width
-    for column in ("all, n = 3", "single, n = 2", "multi, n = 1", "FC@10", "base", "better"):
+    for column in ("all, n = 3", "FC@10", "base", "better"):
         assert column in text
     assert ".333" in text
     assert "[.00, 1.00]" in text
     assert "…" not in text, "no text is cut"
+
+
+@pytest.fixture
+def two_kinds() -> Report:
+    """A report of 10 queries for one skill and 9 queries for two."""
+    relevances = {f"q{n}": RELEVANCES["q1" if n < 10 else "q2"] for n in range(19)}
+    rankings = dict.fromkeys(relevances, ("a",))
+    result = SystemResult("base", per_query(rankings, relevances, MEASURES), rankings)
+    return report_of(result, benchmark=benchmark_of(relevances))
+
+
+def test_terminal_leaves_out_small_groups(two_kinds):
+    table = terminal(two_kinds, 120)
+
+    assert "all, n = 19" in table
+    assert "single, n = 10" in table
+    assert "multi" not in table
+
+
+def test_terminal_may_leave_out_all_groups(two_kinds):
+    table = terminal(two_kinds, 120, print_groups=False)
+
+    assert "all, n = 19" in table
+    assert "single" not in table
 
 
 def test_markdown_marks_best_system():

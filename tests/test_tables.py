@@ -88,6 +88,15 @@ def test_dropped_rows_may_repeat():
     assert table_from_rows([row, row], DROPPED).num_rows == 2
 
 
+def test_table_paths_may_be_text(tmp_path):
+    folder = str(tmp_path / "my_lists")
+
+    file = write_table([LIST], LISTS, folder)
+
+    assert file == tmp_path / "my_lists" / "lists.parquet"
+    assert read_table(folder, LISTS).to_pylist() == [LIST]
+
+
 def test_missing_table_is_refused(tmp_path):
     with raises("missing-table"):
         read_table(tmp_path, QUERIES)

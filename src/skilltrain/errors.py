@@ -42,6 +42,11 @@ class StoppedError(SkilltrainError):
         self.number = number
 
 
+def install_command(extra: str) -> str:
+    """Return advice for a missing package: how to install an extra in a clone of skilltrain."""
+    return f"in the clone of skilltrain: pip install -e '.[{extra}]' -c constraints.txt"
+
+
 def reason_of(error: Exception) -> str:
     """Return the message of an error, without the number and the path of a system error."""
     return getattr(error, "strerror", None) or str(error)

@@ -20,7 +20,11 @@ Notes:
 """
 
 import shutil
-from collections.abc import Collection, Iterable
+import signal
+import sys
+import threading
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -83,14 +87,17 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     check_inputs(stage)
     paths = input_paths(stage)
     _check_output_path(out, paths.values())
+    with _cleanup_at_sigterm():
+        return _run_on_main_rank(stage, resume)
+
+
+def _run_on_main_rank(stage: Stage, resume: bool) -> Summary:
+    """Run a stage in the main process, unless its folder holds the finished run."""
+    out = stage.out
     if stage.in_place:
         return stage.run(out)
 
-    identity = {
-        "recipe": stage.model_dump(mode="json", exclude={"out"}),
-        "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
-        "plugins": plugin_fingerprints(stage),
-    }
+    identity = _identity(stage)
     is_training = isinstance(stage, TrainingStage)
     if is_training:
         remove_leftovers(out)
@@ -101,6 +108,35 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
         return stage.run(out)
     say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
     return summary
+
+
+@contextmanager
+def _cleanup_at_sigterm() -> Iterator[None]:
+    """Exit at SIGTERM as after an error, so that temporary files are removed."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    if not is_main_thread:  # only the main thread may handle signals
+        yield
+        return
+    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous_handler)
+
+
+def check_output(stage: Stage) -> None:
+    """Raise SkilltrainError if the output folder of a stage holds something else."""
+    _finished_run(stage.out, comparable_identity(_identity(stage)), resume=False)
+
+
+def _identity(stage: Stage) -> dict[str, Any]:
+    """Return the recipe of a stage, and the fingerprints of its inputs and plug-ins."""
+    paths = input_paths(stage)
+    return {
+        "recipe": stage.model_dump(mode="json", exclude={"out"}),
+        "inputs": {key: input_fingerprint(path) for key, path in paths.items()},
+        "plugins": plugin_fingerprints(stage),
+    }
 
 
 def _run_and_record(stage: Stage, identity: dict[str, Any], resume: bool) -> Summary:

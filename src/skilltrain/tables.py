@@ -259,16 +259,17 @@ def _describe_field(field: pa.Field | None) -> str:
     return "nothing" if field is None else f"'{pa.schema([field])}'"
 
 
-def table_path(path: Path, spec: TableSpec) -> Path:
+def table_path(path: Path | str, spec: TableSpec) -> Path:
     """Return the file of a table: `path` itself, or the table's file in the folder `path`.
 
     A path without a suffix is a folder, even if it does not exist yet.
     """
+    path = Path(path)
     is_folder = path.is_dir() or not path.suffix
     return path / f"{spec.name}.parquet" if is_folder else path
 
 
-def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
+def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path | str) -> Path:
     """Write a checked parquet table atomically and return the path of its file."""
     if isinstance(rows, pa.Table):
         table = _check_table(rows, spec, path).cast(spec.schema)
@@ -280,7 +281,7 @@ def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path) -> Path:
     return file
 
 
-def read_table(path: Path, spec: TableSpec) -> pa.Table:
+def read_table(path: Path | str, spec: TableSpec) -> pa.Table:
     """Read and check a table. Columns that are missing and may be null are added.
 
     Raises:

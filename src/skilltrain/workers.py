@@ -20,7 +20,7 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, install_command
 from skilltrain.terminal import track
 
 BlockT = TypeVar("BlockT")
@@ -115,7 +115,7 @@ def _run_on_ray(
         from ray.exceptions import RayError, RayTaskError
     except ImportError as error:
         raise SkilltrainError(
-            "missing-package", "workers.engine ray needs Ray", fix="pip install 'skilltrain[ray]'"
+            "missing-package", "workers.engine ray needs Ray", fix=install_command("ray")
         ) from error
 
     _start_ray(ray, num_cores)

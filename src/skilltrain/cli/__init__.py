@@ -51,7 +51,7 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
     """Run a program, and end the process with an exit code if the program fails.
 
     An error is printed as one line on stderr, and the exit code is 2. With --debug it is raised
-    instead. After Ctrl-C the exit code is 130, and after SIGTERM in a training run it is 143.
+    instead. After Ctrl-C the exit code is 130, and after SIGTERM in a stage it is 143.
 
     Args:
         run: The program. It gets the arguments without --debug, and returns an exit code or None.

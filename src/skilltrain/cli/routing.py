@@ -20,7 +20,7 @@ from skilltrain.cli.app import (
     show,
 )
 from skilltrain.config import apply_overrides, parse_yaml, validate
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, install_command
 from skilltrain.files import cache_folder
 from skilltrain.serving.hosts import CONFIG_FILES, Host, host_config
 from skilltrain.terminal import say
@@ -287,7 +287,7 @@ def serve(
         raise SkilltrainError(
             "missing-package",
             f"{error.name} is not installed",
-            fix="pip install 'skilltrain[serve]'",
+            fix=install_command("serve"),
         ) from error
 
     if print_config and mcp == "http":

@@ -101,6 +101,9 @@ class Evaluate(Stage):
     analysis: AnalysisConfig = Field(
         default=AnalysisConfig(), description="further analyses of systems and rankings"
     )
+    print_groups: bool = Field(
+        default=True, description="print the means of groups of 10 or more queries too"
+    )
     out: Path = Field(
         description="folder to write: metrics.json, the report, per_query.jsonl and RANKINGS"
     )
@@ -191,7 +194,7 @@ class Evaluate(Stage):
         analysis |= run_result_analyses(self.analysis, report, results_by_system)
         report = replace(report, analysis=analysis)
         write_report(report, out)
-        console.print(terminal_table(report, console.width))
+        console.print(terminal_table(report, console.width, self.print_groups))
 
         means = {}
         for name, intervals in report.overall.means.items():

@@ -32,7 +32,7 @@ _CURVE_CUTOFFS = (*range(1, 11), 12, 15, 20, 25, 30, 40, 50)
 _CURVE_TICKS = (1, 2, 5, 10, 20, 50)
 _MAX_CASES = 100  # fixed queries, and broken ones, that the page lists for a pair of systems
 _MAX_QUERIES = 500  # queries that the page lists; a larger page is slow to search
-_MIN_QUERIES = 10  # of a slice in a plot; the interval of fewer queries says little
+_MIN_QUERIES = 10  # of a slice in a plot or in the terminal; fewer say little
 _NAME_WIDTH = 11  # of the first column in the terminal
 _CELL_WIDTH = 21  # of a mean with its interval
 
@@ -269,16 +269,17 @@ def _layer_plot(model: Row) -> LayerPlot:
 # Terminal ------------------------------------------------------------------------------------
 
 
-def terminal_table(report: Report, width: int) -> Group:
+def terminal_table(report: Report, width: int, print_groups: bool = True) -> Group:
     """Return the means as tables for a terminal. Measures are rows; systems are columns.
 
     Args:
         report: The report.
-        width: Width of the terminal in characters. Columns beyond it follow in further tables.
+        width: Characters in a line. Further columns follow in more tables.
+        print_groups: Whether to show large groups of queries too.
     """
     max_columns = max(1, (width - _NAME_WIDTH) // _CELL_WIDTH)
     tables = []
-    for columns in _column_groups(report):
+    for columns in _column_groups(report, print_groups):
         for start in range(0, len(columns), max_columns):
             tables.append(_table(columns[start : start + max_columns], report.measures))
 
@@ -287,10 +288,14 @@ def terminal_table(report: Report, width: int) -> Group:
     return Group(title, *tables, notes)
 
 
-def _column_groups(report: Report) -> list[list[Column]]:
+def _column_groups(report: Report, print_groups: bool) -> list[list[Column]]:
     """Return the columns side by side: the slices of a single system, or the systems by slice."""
-    labels = (ALL, KIND, QUERY_LENGTH)
-    slices = [item for item in distinct_slices(report.slices) if item.label in labels]
+    labels = (KIND, QUERY_LENGTH) if print_groups else ()
+    slices = []
+    for item in distinct_slices(report.slices):
+        is_large = len(item.query_ids) >= _MIN_QUERIES
+        if item.label == ALL or (is_large and item.label in labels):
+            slices.append(item)
     if len(report.systems) == 1:
         return [[(query_slice, report.systems[0]) for query_slice in slices]]
     groups = []

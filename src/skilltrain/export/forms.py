@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.errors import SkilltrainError, install_command, reason_of
 from skilltrain.export import Form
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
@@ -138,7 +138,7 @@ def _add_onnx(folder: Path) -> None:
         from onnxruntime.quantization import QuantType, quantize_dynamic
     except ImportError as error:
         problem = f"this form needs the package {error.name}"
-        fix = "pip install 'skilltrain[onnx]'"
+        fix = install_command("onnx")
         raise SkilltrainError("missing-package", problem, where="--form onnx", fix=fix) from error
 
     network = open_model(folder).network

@@ -31,7 +31,7 @@ from pydantic import Field
 from torch import nn
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, install_command
 from skilltrain.models.loading import cast_to_weight_dtype, heads
 
 _ADAPTER = "default"  # peft's name for the only adapter of a model
@@ -86,7 +86,7 @@ def quantizing_options(adapter: AdapterConfig | None, sharded: bool = False) -> 
         return {}
     if importlib.util.find_spec("bitsandbytes") is None:
         fault = "adapter.quantize=nf4 needs bitsandbytes, which is not installed"
-        raise SkilltrainError("missing-package", fault, fix="pip install 'skilltrain[qlora]'")
+        raise SkilltrainError("missing-package", fault, fix=install_command("qlora"))
     from transformers import BitsAndBytesConfig
 
     config = BitsAndBytesConfig(

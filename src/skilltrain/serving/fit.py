@@ -39,10 +39,10 @@ from skilltrain.config import Config, Seed
 from skilltrain.data.queries import check_query_files
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
-from skilltrain.runs import run_stage, run_state
+from skilltrain.runs import check_output, run_stage, run_state
 from skilltrain.serving.index import POINTER, Index
 from skilltrain.stage import Summary, parse_recipe
-from skilltrain.tables import QUERIES, read_table
+from skilltrain.tables import read_queries
 from skilltrain.terminal import say
 
 Recipe = dict[str, Any]
@@ -134,6 +134,16 @@ class _StepRunner:
         for leftover in self._folder.glob(".*.partial"):  # of a run that was killed
             leftover.unlink(missing_ok=True)
 
+    def check_queries(self) -> None:
+        """Raise SkilltrainError if an earlier run made this router with other queries."""
+        try:
+            check_output(parse_recipe(self._recipes["queries"], "fit, step queries"))
+        except SkilltrainError as error:
+            if error.code == "other-run":
+                problem = "holds a router that was made with other queries"
+                fix = "choose another --out, or delete the folder"
+                raise SkilltrainError(error.code, problem, where=self.folder, fix=fix) from error
+
     def run(self, step: str) -> Summary:
         """Write the recipe of a step to a file, run the step, and return its summary.
 
@@ -160,6 +170,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     """
     check_query_files(config.queries)
     runner = _StepRunner(config)
+    runner.check_queries()
     num_skills = runner.run("pool")["num_skills"]
     summary: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
 
@@ -174,13 +185,13 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
 
 def _train_router(runner: _StepRunner) -> dict[str, Any]:
     """Train an encoder, and use it if the router gets better. Return results for the summary."""
-    if not _make_queries(runner):
+    if not (_make_queries(runner) and _has_enough_queries(runner)):
         return {}
     num_lists = _train_encoder(runner)
 
-    comparison = _compare_on_dev_queries(runner)
-    if comparison is None:
-        return {"num_lists": num_lists}
+    runner.run("report")
+    comparison = compare_routers(runner.folder / "report")
+    say(str(comparison))
     runner.run("trained" if comparison.is_better else "untrained")
     _calibrate(runner, comparison.is_better)
     return {
@@ -212,6 +223,16 @@ def _make_queries(runner: _StepRunner) -> bool:
     return True
 
 
+def _has_enough_queries(runner: _StepRunner) -> bool:
+    """Return whether there are queries to train with, and held-out queries to compare with."""
+    splits = {query.split for query in read_queries(runner.folder / "queries")}
+    for split in ("train", "dev"):
+        if split not in splits:
+            say(f"no query is of split {split}, so no encoder is trained; the router works without")
+            return False
+    return True
+
+
 def _train_encoder(runner: _StepRunner) -> int:
     """Make training lists and train the encoder. Return the number of lists."""
     runner.run("mined")
@@ -219,18 +240,6 @@ def _train_encoder(runner: _StepRunner) -> int:
     num_lists = runner.run("encoder_lists")["num_lists"]
     runner.run("encoder")
     return num_lists
-
-
-def _compare_on_dev_queries(runner: _StepRunner) -> RouterComparison | None:
-    """Compare the routers on the queries of split dev. Return None if there are no such queries."""
-    queries = read_table(runner.folder / "queries", QUERIES)
-    if "dev" not in queries.column("split").to_pylist():
-        say("no query belongs to split dev, so the trained router cannot be shown to be better")
-        return None
-    runner.run("report")
-    comparison = compare_routers(runner.folder / "report")
-    say(str(comparison))
-    return comparison
 
 
 def compare_routers(report: Path) -> RouterComparison:
@@ -345,6 +354,7 @@ def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe
         "pool": inputs["pool"],
         "benchmark": inputs["queries"],
         "split": "dev",
+        "print_groups": False,
         "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
     }
 

@@ -156,12 +156,19 @@ def _read_system(config: BuildIndex, index: Index | None) -> SystemConfig:
 
 
 def _read_contents(config: BuildIndex, index: Index | None) -> Contents:
-    """Read the pool. If it is the router's own pool, read the router's watched folders too."""
+    """Read the pool, and the watched folders of the router if it is its own pool.
+
+    Skills without a category keep the category that they have in the router.
+    """
     pool = config.pool
     if pool is None:
         assert index is not None
         pool = index.pool
-    skills = read_by_source(pool)
+    old_categories = {id_: skill.category for id_, skill in index.skills.items()} if index else {}
+    skills = {
+        source: [_keep_category(skill, old_categories) for skill in source_skills]
+        for source, source_skills in read_by_source(pool).items()
+    }
     watched = index.watched if index and index.pool == pool.resolve() else []
     for folder in watched:
         skills.setdefault(folder, [])  # `read_watched` replaces it

@@ -4,7 +4,7 @@ MCP clients get two tools, the Skills extension (SEP-2640), and the files of ski
 skill://. The extension has no search, so search is a tool. HTTP clients also get /route, /embed,
 /rerank, /health and /metrics. /embed and /rerank have the form of Text Embeddings Inference (TEI).
 
-The servers need the package mcp (`pip install 'skilltrain[serve]'`).
+The servers need the package mcp, which the extra `serve` installs.
 
 Notes:
     - `Access` checks the Host header instead of the package mcp.

@@ -36,7 +36,7 @@ from accelerate.utils import (
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from skilltrain.distributed import of_first_rank
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, install_command
 from skilltrain.files import write_text
 from skilltrain.models.loading import default_device
 from skilltrain.terminal import launched_ranks
@@ -104,7 +104,7 @@ def _check_backends() -> None:
         fix = "set fsdp_version: 2, as launch/fsdp2.yaml does"
         raise SkilltrainError("unsupported-launcher", "FSDP version 1 is not supported", fix=fix)
     if _is_requested("DEEPSPEED") and importlib.util.find_spec("deepspeed") is None:
-        fix = "pip install 'skilltrain[deepspeed]'"
+        fix = install_command("deepspeed")
         raise SkilltrainError("missing-package", "DeepSpeed is not installed", fix=fix)
 
 

@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from accelerate.tracking import GeneralTracker, TensorBoardTracker, WandBTracker
 
-from skilltrain.errors import SkilltrainError, reason_of
+from skilltrain.errors import SkilltrainError, install_command, reason_of
 from skilltrain.files import write_text
 from skilltrain.metrics.bootstrap import Interval
 from skilltrain.terminal import is_main_process
@@ -120,7 +120,7 @@ def open_trackers(
     for name in names:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
-            fix = "pip install 'skilltrain[trackers]'"
+            fix = install_command("trackers")
             raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)
     trackers = []
     if not is_main_process():

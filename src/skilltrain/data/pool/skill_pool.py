@@ -71,6 +71,8 @@ class Pool(Stage):
         """Return the sources as a list. Texts become paths unless they start with `hf:`."""
         sources = []
         for source in value if isinstance(value, list | tuple) else [value]:
+            if isinstance(source, dict):
+                raise ValueError(f"write a path, or {HF_PREFIX}NAME without a space")
             is_path = isinstance(source, str) and not source.startswith(HF_PREFIX)
             sources.append(Path(source) if is_path else source)
         return sources

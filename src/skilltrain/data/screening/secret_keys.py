@@ -52,7 +52,7 @@ def find_secrets(text: NormalizedText) -> Spans:
 def secret_spans(text: str) -> Spans:
     """Yield the spans of keys, tokens and database URLs with a password that look real."""
     for match in _KEY.finditer(text):
-        if _looks_random(match[0]):
+        if looks_random(match[0]):
             yield match.span()
 
     for match in _PRIVATE_KEY.finditer(text):
@@ -67,7 +67,7 @@ def secret_spans(text: str) -> Spans:
 
     for match in _DATABASE_URL.finditer(text):
         is_local = _LOCAL_HOST.search(match["host"].lower())
-        if _looks_random(match["password"]) and not is_local:
+        if looks_random(match["password"]) and not is_local:
             yield match.span()
 
 
@@ -76,7 +76,7 @@ def mask_secret(secret: str) -> str:
     return f"{secret[:_NUM_SHOWN_CHARS]}… ({len(secret)} characters)"
 
 
-def _looks_random(key: str) -> bool:
+def looks_random(key: str) -> bool:
     """Return whether a key is neither a placeholder nor a name in words.
 
     Random keys are probably real secrets. `sk-your-api-key` is a placeholder, not a secret.

@@ -474,7 +474,8 @@ def _shuffled_anchors(
         positions_by_lang[lang].append(position)
     for lang, positions in sorted(positions_by_lang.items()):
         if not positions:
-            problem = f"the pool holds no skill of language {lang}"
+            directions = ", ".join(f"{query_lang}2{lang}" for query_lang in config.languages)
+            problem = f"the pool holds no skill of language {lang}, for {directions}"
             fix = "name the pool's languages in languages"
             raise SkilltrainError("wrong-pool", problem, where=config.pool, fix=fix)
     return {lang: cycle(positions) for lang, positions in positions_by_lang.items()}
