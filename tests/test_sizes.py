@@ -33,9 +33,10 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # The plan was 140, 15 and 22. In the core, plug-ins of ten kinds, provenance, formats, error codes
 # and plain code took 11 more. The first hour with one's own skills took 8 more: requests from own
 # texts, the Python API, checks of damaged files, screening and the model card in the core;
-# calibration, files of skills and their resources in serving. Prompt files, masks, optimisers, model
-# code, trigger evaluations and front matter took 5 more; lint, routing tests, filters and hosts took
-# 2.5 in serving; tables of SkillFlow, experts' sheets and planners took 2.5 in papers.
+# calibration, files of skills and their resources in serving. Prompt files, masks, optimisers,
+# models with code, trigger evaluations and front matter took 5 more. Lint, routing tests, filters
+# and hosts took 2.5 in serving. Tables of SkillFlow, experts' sheets and planners took 2.5 in
+# papers.
 BUDGETS = {"core": 163, "serving": 22, "papers": 24}
 ROOM = 1.05
 FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # Python 3.12 and newer

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from pydantic_core import to_jsonable_python
@@ -26,6 +26,9 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.records import Verdict
 from skilltrain.terminal import console
 from skilltrain.texts import printable
+
+if TYPE_CHECKING:
+    from skilltrain.papers.skillflow.agent_results import AgentResults
 
 
 @app.command("r3 gradients", cls=DashedCommand)
@@ -127,10 +130,8 @@ def agents(
 
     Example: skilltrain skillflow agents trials.jsonl --benchmark bench --ceiling gold
     """
-    from skilltrain.evaluation.page import p_equals, signed_interval
     from skilltrain.metrics.benchmarks.load import load_benchmark
     from skilltrain.papers.skillflow.agent_results import (
-        MAIN_MEASURE,
         agent_results,
         read_excluded_tasks,
         read_trials,
@@ -142,6 +143,19 @@ def agents(
     if as_json:
         show(asdict(results))
         return
+
+    _print_agent_results(results, ceiling)
+
+
+def _print_agent_results(results: "AgentResults", ceiling: str | None) -> None:
+    """Print a table of the conditions, and a line for each comparison.
+
+    Args:
+        results: Results of agents under all conditions.
+        ceiling: Condition in which agents had the gold skills, if any.
+    """
+    from skilltrain.evaluation.page import p_equals, signed_interval
+    from skilltrain.papers.skillflow.agent_results import MAIN_MEASURE
 
     # Print a table with a column for each condition and a row for each measure.
     title = "means over tasks, 95% bootstrap intervals"
