@@ -470,7 +470,7 @@ def load_tokenizer(folder: Path, runs_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
-    # The rest of the code expects padding on the right, such as `pool`.
+    # Padding is on the right everywhere in skilltrain. The function `pool` expects this.
     options = {"padding_side": "right", "trust_remote_code": runs_code}
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", **options)
     probe_ids = tokenizer.encode(_TOKENIZER_PROBE, add_special_tokens=False)
@@ -602,8 +602,8 @@ def _unknown_weights(network: Any, unexpected: Collection[str]) -> set[str]:
         unexpected: Names of all weights in the files that the network does not have.
     """
     prefix = f"{network.base_model_prefix}."
-    # Names of the backbone's modules, such as `embeddings` and `encoder`. A weight of another module
-    # belongs to a head, which the network need not have.
+    # Names of the backbone's modules, such as `embeddings` and `encoder`. A weight of any other
+    # module belongs to a head, which the network need not have.
     modules = {name.partition(".")[0] for name, _ in network.base_model.named_parameters()}
     unknown = set()
     for name in unexpected:
