@@ -51,6 +51,7 @@ class OneDnnLinear(nn.Linear):
 
     def forward(self, input: Float[Tensor, "*rows inner"]) -> Float[Tensor, "*rows outer"]:
         """Apply the layer with oneDNN, or with PyTorch's own product if oneDNN does not fit."""
+        # Under autocast, PyTorch's own product chooses the number format.
         is_float32 = input.dtype == self.weight.dtype == torch.float32
         on_cpu = input.device.type == self.weight.device.type == "cpu"
         is_autocast = torch.is_autocast_enabled("cpu")
@@ -117,6 +118,7 @@ class _OneDnnProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        # The gradient of the weight needs the rows, and the gradient of the rows needs the weight.
         saved_rows = rows if ctx.needs_input_grad[1] else None
         saved_weight = weight if ctx.needs_input_grad[0] else None
         ctx.save_for_backward(saved_rows, saved_weight)
@@ -125,9 +127,9 @@ class _OneDnnProduct(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore
-        """Return the gradients of rows, weight and bias. None: it is not needed."""
+        """Return the gradients of rows, weight and bias. A gradient that is not needed is None."""
         (gradient,) = gradients  # [row, outer]
-        rows, weight = ctx.saved_tensors
+        rows, weight = ctx.saved_tensors  # [row, inner], [outer, inner], or None
         rows_gradient = None if weight is None else _product(gradient, weight.t())
         weight_gradient = None if rows is None else _product(gradient.t(), rows.t())
         bias_gradient = gradient.sum(0) if ctx.needs_input_grad[2] else None

@@ -1,10 +1,4 @@
-"""Encoder that maps each text to one unit vector.
-
-Notes:
-    - A causal network needs no mask for padding on the right, because no token attends to it.
-    - Names of special tokens in a text, such as `</s>`, are tokenised like other words.
-    - A stored template has the prompts of sentence-transformers already.
-"""
+"""Encoder that maps each text to one unit vector."""
 
 from collections.abc import Collection, Mapping, Sequence, Sized
 from pathlib import Path
@@ -108,6 +102,7 @@ class Encoder(nn.Module):
         self.settings = settings
         self.text_tokenizer = TextTokenizer(tokenizer)
         self.is_packed = False
+        # Find out whether every attention layer is causal.
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
         causal_flags.discard(None)  # modules without attention
         self._is_causal = causal_flags == {True}
@@ -128,14 +123,16 @@ class Encoder(nn.Module):
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
         """Return the token ids of each text, truncated to `max_tokens` with special tokens.
 
-        With last-token pooling, each text ends with a pad token.
+        The name of a special token in a text, such as `</s>`, is tokenised like any other word.
+        With last-token pooling, each text ends with a pad token. The pad token is appended here if
+        the tokenizer does not do so.
         """
         all_ids = self.text_tokenizer.framed_ids(texts, max_tokens)
         if self.settings.pooling == "last_token":
             end = self.tokenizer.pad_token_id
             for ids in all_ids:
                 if not ids or ids[-1] != end:
-                    del ids[max_tokens - 1 :]  # room for the end
+                    del ids[max_tokens - 1 :]  # room for the pad token
                     ids.append(end)
         return all_ids
 
@@ -153,8 +150,9 @@ class Encoder(nn.Module):
         """Let the encoder put the texts of a micro-batch into one row instead of padding them.
 
         Raises:
-            SkilltrainError: Packed texts would have other vectors than padded ones.
+            SkilltrainError: Packed texts would have other vectors than padded texts.
         """
+        # `last_hidden`, which reads packed texts, returns only the state of each last token.
         uses_last_token = self._is_causal and self.settings.pooling == "last_token"
         if not uses_last_token or not shared_prompt.can_pack(self.backbone):
             fault = (
@@ -166,7 +164,7 @@ class Encoder(nn.Module):
         self.is_packed = True
 
     def micro_batches(self, texts: Sequence[Sized], token_budget: int) -> Groups:
-        """Group texts into micro-batches. Return the positions of the texts of each."""
+        """Group texts into micro-batches. Return the positions of the texts of each micro-batch."""
         num_shared = 0 if self.is_packed else None  # packed texts have no common prompt here
         return micro_batches([*map(len, texts)], token_budget, num_shared)
 
@@ -190,10 +188,11 @@ class Encoder(nn.Module):
             texts: Token ids or embedded tokens of each text.
         """
         if self.is_packed:
+            # All texts are in one row. Packing implies pooling of the last token.
             packed = shared_prompt.VarlenTexts(texts, self.device)
-            last = shared_prompt.last_hidden(self.backbone, packed, texts)
+            last = shared_prompt.last_hidden(self.backbone, packed, texts)  # [text, dim]
             return nn.functional.normalize(at_least_float32(last), dim=-1)
-        hidden, mask = self._hidden(texts)
+        hidden, mask = self._hidden(texts)  # [text, token, dim], [text, token]
         return nn.functional.normalize(pool(hidden, mask, self.settings.pooling), dim=-1)
 
     def with_tokens(self, texts: Texts, num_tokens: int) -> Float[Tensor, "text row dim"]:
@@ -203,10 +202,11 @@ class Encoder(nn.Module):
             texts: Token ids or embedded tokens of each text.
             num_tokens: Number of token vectors per text. A shorter text ends with zero vectors.
         """
-        hidden, mask = self._hidden(texts)
+        hidden, mask = self._hidden(texts)  # [text, token, dim], [text, token]
         text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, dim]
         token_rows = hidden * mask[:, :, None]  # [text, token, dim], padding is 0
         rows = nn.functional.normalize(torch.cat([text_rows, token_rows], 1), dim=-1)
+        # A micro-batch is padded to its longest text. Add zero rows up to `num_tokens`.
         num_missing_rows = 1 + num_tokens - rows.shape[1]
         return nn.functional.pad(rows, (0, 0, 0, num_missing_rows))
 
@@ -215,6 +215,7 @@ class Encoder(nn.Module):
     ) -> tuple[Float[Tensor, "text token dim"], Int[Tensor, "text token"]]:
         """Return the hidden states of all tokens, and a mask that is 0 for padding."""
         inputs, mask = model_inputs(texts, self.tokenizer.pad_token_id, self.device)
+        # A causal network needs no mask: padding is on the right, so no token attends to it.
         has_padding = len({len(text) for text in texts}) > 1
         attention_mask = mask if has_padding and not self._is_causal else None
         output = self.backbone(**inputs, attention_mask=attention_mask)
@@ -228,46 +229,66 @@ def load_encoder(
 
     Args:
         config: Settings that select the encoder.
-        device: Device of the encoder. On the device meta, it has shapes but no weights.
-        options: Further arguments of `from_pretrained`.
+        device: Device of the encoder. On the device `meta`, the encoder has the shapes of its
+            weights but no values, which is enough to count parameters.
+        options: Further arguments of `from_pretrained`. They replace those that `config` implies.
+
+    Raises:
+        SkilltrainError: There is no such model, it is a reranker, its folder is not complete, or
+            the settings do not fit it.
     """
     from transformers import AutoModel
 
+    # The source is a folder or a model of the Hub, which is downloaded.
     runs_code = config.trust_remote_code
     folder = loading.resolve_model(config.source, code=runs_code)
     model_config = loading.load_model_config(folder, runs_code)
     settings = _settings(folder, config, model_config)
     tokenizer = loading.load_tokenizer(folder, runs_code)
+    # Texts of different lengths are encoded together, so they need padding.
     if tokenizer.pad_token_id is None:
         raise SkilltrainError(
             "unsupported-model", "the tokenizer has no pad token", where=config.source
         )
     all_options = {**loading.loading_options(config, model_config, device), **options}
     backbone = loading.load_network(AutoModel, folder, tokenizer, all_options)
+    # The cache of keys and values is for generating text, which an encoder does not do.
     backbone.config.use_cache = False
     return Encoder(backbone.to(device).eval(), tokenizer, settings)
 
 
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
-    """Collect the settings of an encoder from `config`, then its folder, then defaults.
+    """Collect the settings of an encoder.
+
+    A setting that `config` leaves out comes from the model's folder: from the settings that
+    training stored, or from the files of sentence-transformers. A setting that neither `config` nor
+    the folder has takes its default.
 
     Args:
         folder: Folder of the model.
         config: Settings that the user chose.
         model_config: The model's config.json as an object of transformers.
+
+    Raises:
+        SkilltrainError: The model is a reranker, a limit exceeds its positions, or the windows of
+            bodies are impossible.
     """
+    # `config` has other fields too, such as the source. Take only fields of EncoderSettings.
     chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")
     if stored:
-        inherited = ForeignSettings(stored, "", "")
-    else:
+        # The stored template has the prompts already.
+        inherited = ForeignSettings(stored, query_prompt="", skill_prompt="")
+    else:  # a model of another program
         inherited = foreign_settings(folder, model_config, config.pooling)
         if model_config.model_type.startswith("qwen"):
+            # The vector of Qwen's embedding models is the state of the last token.
             inherited.settings.setdefault("pooling", "last_token")
 
     settings = validate(EncoderSettings, inherited.settings | chosen, folder)
-    explicit_names = {*stored, *chosen}
+    explicit_names = {*stored, *chosen}  # settings that must not be reduced
     settings = _reduce_limits(settings, explicit_names, model_config, config.source)
+    # Show the encoder the skill fields that the user chose, and add the model's own prompts.
     template = with_fields(settings.template, config.fields)
     template = template.with_prompts(inherited.query_prompt, inherited.skill_prompt)
     settings = settings.model_copy(update={"template": template})
@@ -278,15 +299,19 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
 def _reduce_limits(
     settings: EncoderSettings, explicit: Collection[str], model_config: Any, source: str
 ) -> EncoderSettings:
-    """Reduce the token limits to the model's number of positions.
+    """Reduce the token limits to the number of positions that the model has.
 
     Args:
+        settings: Settings of the encoder.
         explicit: Names of the settings that must not change.
         model_config: The model's config.json as an object of transformers.
         source: Source of the model, for errors.
+
+    Raises:
+        SkilltrainError: An explicit limit exceeds the positions.
     """
     max_positions = loading.num_positions(model_config)
-    if not max_positions:
+    if not max_positions:  # the model has no limit
         return settings
 
     updates = {}
@@ -301,9 +326,15 @@ def _reduce_limits(
 
 
 def _check_windows(settings: EncoderSettings, source: str) -> None:
-    """Check that the windows of a body overlap by less than a window, and that a window fits."""
+    """Check that the windows of a body overlap by less than a window, and that a window fits.
+
+    A long body is split into windows of `body_chars` characters. Each window is read separately.
+
+    Raises:
+        SkilltrainError: The overlap is too large, or a window exceeds the token limit.
+    """
     skill_template = settings.template.skill
-    reads_body = "body" in FIELDS_SEEN[skill_template.fields]
+    reads_body = "body" in FIELDS_SEEN[skill_template.fields]  # fields that the encoder reads
     if settings.chunks.windows == 1 or not reads_body:
         return
 
@@ -317,6 +348,7 @@ def _check_windows(settings: EncoderSettings, source: str) -> None:
 
     max_tokens = settings.max_tokens
     description_chars = skill_template.description_chars
+    # The text of a window has the description too. Refuse only what surely does not fit.
     if description_chars + body_chars > _MAX_CHARS_PER_TOKEN * max_tokens:
         fault = (
             f"chunks of {description_chars} + {body_chars} characters are longer than "

@@ -1,17 +1,6 @@
 """Finds a model by folder, Hub id or package, and loads its settings, tokenizer and weights.
 
 Every weight of a loaded network comes from the model's files, except a new head in training.
-
-Notes:
-    - Offline, the cache may lack files, and without a settings file the results would differ.
-    - If the cache has a list of the model's files, `snapshot_download` compares the files with it.
-    - transformers makes lists as long as config.json declares; an invented length would take all
-      memory. So declared lengths are checked before transformers reads config.json.
-    - Loading a model never shows a progress bar, so transformers' bars are off for good.
-    - A damaged file or contradicting sizes in config.json can cause any exception.
-    - Weights on the CPU are mapped from the file, and a process crashes if a mapped file shrinks.
-    - A network without a head ignores the head in the files, and may lack its unused pooler.
-    - Attention dropout is slow on a CPU. An unused pooler gets no gradient, so DDP would stop.
 """
 
 import functools
@@ -98,9 +87,13 @@ def resolve_model(source: str, weights: bool = True, code: bool = False) -> Path
     """Return the folder of a model, and download the model from the Hub if necessary.
 
     Args:
-        source: A folder, a Hub id owner/name, or package:NAME.
-        weights: Whether to download the weights too.
-        code: Whether to download Python code too.
+        source: A folder, a Hub id owner/name, or package:NAME, which is the folder `model` of an
+            installed package.
+        weights: Whether to download the weights too, or only the settings and the tokenizer.
+        code: Whether to download the model's Python code too.
+
+    Raises:
+        SkilltrainError: There is no such model, or its folder is not a complete model.
     """
     if source.startswith("package:"):
         folder = _package_folder(source)
@@ -108,6 +101,7 @@ def resolve_model(source: str, weights: bool = True, code: bool = False) -> Path
         folder = Path(source).expanduser()
 
     if not folder.is_dir():
+        # The source may be a Hub id, unless it looks like a path. `runs` is the folder of results.
         is_path = folder.exists() or source.startswith((".", "runs/"))
         if is_path or not _HUB_ID.fullmatch(source):
             fix = "give a folder, a Hub id owner/name, or package:NAME"
@@ -126,6 +120,7 @@ def model_fingerprint(source: str) -> str:
         if file.suffix not in _MODEL_SUFFIXES:
             continue
         name = file.relative_to(folder).as_posix()
+        # A training run writes its record and its checkpoints to the model's folder.
         belongs_to_training_run = name == _RUN_FILE or name.startswith("checkpoints")
         if not belongs_to_training_run:
             digest.update(f"{name} {fingerprint(file)}".encode())
@@ -157,8 +152,11 @@ def _download(source: str, weights: bool, code: bool) -> Path:
 
     Args:
         source: Hub id owner/name.
-        weights: Whether to download the weights too.
-        code: Whether to download Python code too.
+        weights: Whether to download the weights too. Settings and tokenizer are always downloaded.
+        code: Whether to download the model's Python code too.
+
+    Raises:
+        SkilltrainError: `source` is no Hub id, or neither the Hub nor the cache has the model.
     """
     from huggingface_hub import get_cached_repo_tree
     from huggingface_hub.errors import CachedRepoTreeNotFoundError
@@ -167,16 +165,29 @@ def _download(source: str, weights: bool, code: bool) -> Path:
     patterns += ["*.safetensors"] if weights else []
     patterns += ["*.py"] if code else []
     folder = _download_files(source, patterns)
+
+    # Offline, some files may be missing in the cache, and a missing settings file would change the
+    # results. If the cache has a list of the model's files, `snapshot_download` has compared the
+    # files with this list already. So only find out whether there is a list, and warn if not.
     try:
-        get_cached_repo_tree(source)  # checks that it exists
+        get_cached_repo_tree(source)
     except CachedRepoTreeNotFoundError:
         say(f"{source}: cannot ask the Hub which files the model has; using those in the cache")
-    HUB_REVISIONS[source] = folder.name  # hash of the commit
+    # Remember the version for the record of the run. The folder has the commit's hash as its name.
+    HUB_REVISIONS[source] = folder.name
     return folder
 
 
 def _download_files(source: str, patterns: list[str]) -> Path:
-    """Download the files of a model that match the patterns, and return their folder."""
+    """Download the files of a model that match the patterns, and return their folder.
+
+    Args:
+        source: Hub id owner/name.
+        patterns: Patterns of file names, such as `*.json`.
+
+    Raises:
+        SkilltrainError: `source` is no Hub id, or neither the Hub nor the cache has the model.
+    """
     import httpx2
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
@@ -204,6 +215,10 @@ def _check_files(folder: Path, source: str) -> None:
     Args:
         folder: Folder of the model.
         source: What the user named, for errors.
+
+    Raises:
+        SkilltrainError: The folder holds an adapter or no model, or its index names a file outside
+            the folder.
     """
     if (folder / "adapter_config.json").is_file():
         fix = "merge it into its model first (peft's merge_and_unload)"
@@ -215,8 +230,9 @@ def _check_files(folder: Path, source: str) -> None:
         raise SkilltrainError(
             "not-a-model", "is no model folder: it has no config.json", where=source, fix=fix
         )
+    # The index lists weight files. A name from a stranger must not lead to another folder.
     for name in _shard_names(folder):
-        if PurePath(name).name != name:  # the path has a folder
+        if PurePath(name).name != name:  # the name is a path with folders
             fault = f"the path {name!r} leaves its folder"
             raise SkilltrainError("path-outside-folder", fault, where=folder / _INDEX_FILE)
 
@@ -246,11 +262,15 @@ def read_json_object(file: Path) -> dict[str, Any]:
 def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
     """Return the settings that training saved in a model folder, or an empty dict for other models.
 
+    Args:
+        folder: Folder of the model.
+        kind: Kind of model that the caller needs.
+
     Raises:
         SkilltrainError: The model is not of this kind.
     """
     stored_kind, settings = _read_kind_and_settings(folder)
-    if stored_kind not in (kind, None):
+    if stored_kind not in (kind, None):  # None: the files do not say the kind
         fault = f"its model is of kind {stored_kind}, but {kind} is needed here"
         fix = "set template.form to train a reranker from an encoder" if kind == "reranker" else ""
         raise SkilltrainError("wrong-model-kind", fault, where=folder, fix=fix)
@@ -273,7 +293,8 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
     if not file.is_file():
         return _foreign_kind(folder), {}
     record = read_json(file)
-    MODEL.check(record, file, fix="export the model again")  # version of the format
+    # Check the version of the format of skilltrain.json.
+    MODEL.check(record, file, fix="export the model again")
     has_settings = isinstance(record, dict) and isinstance(record.get("settings"), dict)
     if not has_settings or "kind" not in record:
         fault = "is no record of a skilltrain model"
@@ -283,6 +304,7 @@ def _read_kind_and_settings(folder: Path) -> tuple[str | None, dict[str, Any]]:
 
 def _foreign_kind(folder: Path) -> Kind | None:
     """Return the kind of another program's model. None if its files do not say the kind."""
+    # Look at the name of the model's class, and at the modules of sentence-transformers.
     architectures = str(read_json_object(folder / "config.json").get("architectures"))
     modules_file = folder / "modules.json"
     modules = str(read_json(modules_file)) if modules_file.is_file() else ""
@@ -299,20 +321,29 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
     Args:
         auto_class: A class of transformers, such as AutoTokenizer.
         folder: Folder of the model.
-        part: Name of the loaded part, for errors.
-        **options: Further arguments. By default, no code of the model runs.
+        part: Name of the part that is loaded, such as `tokenizer`, for the error.
+        **options: Further arguments of `from_pretrained`. By default, no code of the model runs.
+
+    Returns:
+        What `from_pretrained` returns: a config, a tokenizer or a network.
+
+    Raises:
+        SkilltrainError: Loading failed for any reason.
     """
     from transformers.utils import logging
 
+    # Hide the warnings of transformers while it loads. The old level is restored at the end.
     verbosity = logging.get_verbosity()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # not restored: no model shows a progress bar
     logging.set_verbosity_error()
     try:
         return auto_class.from_pretrained(str(folder), **{"trust_remote_code": False, **options})
-    except Exception as error:  # from a damaged file
+    except Exception as error:  # a damaged file can cause any exception
+        # transformers names this option in its error if the model needs code of its own.
         if "trust_remote_code" in str(error):
             raise _code_refused(folder) from error
-        message = printable(str(error), 300) or type(error).__name__
+        # Some exceptions have no message. Then name their class.
+        message = printable(str(error), max_chars=300) or type(error).__name__
         raise SkilltrainError(
             "unreadable-model", f"cannot load the {part}: {message}", where=folder
         ) from error
@@ -328,26 +359,34 @@ def _code_refused(folder: Path) -> SkilltrainError:
 
 
 def load_model_config(folder: Path, runs_code: bool = False) -> Any:
-    """Load config.json, and check that its network fits the weights in the files.
+    """Load config.json, and check that the network it describes fits the weights in the files.
+
+    The check needs no memory for a network.
 
     Args:
+        folder: Folder of the model.
         runs_code: Whether the model's own code may run.
 
+    Returns:
+        The model's config.json as an object of transformers.
+
     Raises:
-        SkilltrainError: The files are damaged, or have far fewer weights.
+        SkilltrainError: The safetensors files are damaged, or config.json describes a network with
+            many more weights than they have.
     """
     from transformers import AutoConfig, AutoModel
 
-    sizes = _tensor_sizes(folder)
+    sizes = _tensor_sizes(folder)  # number of weights in each tensor of the files
     _check_declared_counts(folder, sizes)
     code = {"trust_remote_code": runs_code}
     config = load_pretrained(AutoConfig, folder, "model configuration", **code)
     try:
-        with torch.device("meta"):
+        with torch.device("meta"):  # creates the network without values
             network = AutoModel.from_config(config, **code)
-    except Exception as error:  # from contradicting sizes
+    except Exception as error:  # sizes that contradict each other can cause any exception
         raise _weights_mismatch(folder, printable(str(error), 200)) from error
 
+    # More weights than in the files are allowed: a pooler or a new head may be missing there.
     num_described = network.num_parameters()
     num_stored = sum(sizes)
     if num_described > _MAX_DESCRIBED_PER_STORED * num_stored:
@@ -359,14 +398,19 @@ def load_model_config(folder: Path, runs_code: bool = False) -> Any:
 def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
     """Check that config.json declares no more layers or labels than the weights can have.
 
+    transformers creates lists of these lengths when it reads config.json, so an invented number
+    would take all memory.
+
     Args:
         folder: Folder of the model.
         sizes: Number of elements of each tensor in the weight files.
     """
-    num_tensors = len(sizes)  # at least one per layer
+    # A layer has at least one tensor, and a label at least one element.
+    num_tensors = len(sizes)
     limits: dict[str, int] = dict.fromkeys(_LAYER_COUNT_KEYS, num_tensors)
     limits["num_labels"] = sum(sizes)
     config = read_json_object(folder / "config.json")
+    # A model for texts and images has a nested section for each of its parts.
     nested_sections = [value for value in config.values() if isinstance(value, dict)]
     for section in [config, *nested_sections]:
         for key in limits.keys() & section.keys():
@@ -377,6 +421,7 @@ def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
 
 def _tensor_sizes(folder: Path) -> list[int]:
     """Return the number of elements of each tensor in a model's safetensors files."""
+    # A single file takes precedence over the files of an index.
     names = _shard_names(folder)
     has_single_file = (folder / _WEIGHTS_FILE).is_file()
     if has_single_file or not names:
@@ -399,6 +444,7 @@ def _read_tensor_sizes(file: Path) -> list[int]:
     try:
         with safe_open(file, "pt") as tensors:
             for key in tensors.keys():  # noqa: SIM118  not a dict
+                # A slice reads no values before it is indexed.
                 shape = tensors.get_slice(key).get_shape()
                 sizes.append(math.prod(shape))
     except (OSError, SafetensorError) as error:
@@ -424,9 +470,11 @@ def load_tokenizer(folder: Path, runs_code: bool = False) -> Any:
     """
     from transformers import AutoTokenizer
 
+    # Padding is on the right everywhere in skilltrain. The function `pool` expects this.
     options = {"padding_side": "right", "trust_remote_code": runs_code}
     tokenizer = load_pretrained(AutoTokenizer, folder, "tokenizer", **options)
     probe_ids = tokenizer.encode(_TOKENIZER_PROBE, add_special_tokens=False)
+    # A tokenizer without a vocabulary returns only the unknown token, or nothing.
     if set(probe_ids) <= {tokenizer.unk_token_id}:
         fault = "its tokenizer knows no letter: the tokenizer's files are missing or empty"
         fix = "copy them from the model that it was trained from"
@@ -443,13 +491,26 @@ def load_network(
 ) -> Any:
     """Load a network, and check that its weights come from the folder.
 
+    Two differences are allowed:
+
+    - The files have a head, and the network has none. The head of the files is ignored.
+    - The network has a pooler but no head, and the files lack the pooler, which is not used.
+
     Args:
         auto_class: A model class of transformers, such as AutoModel.
-        options: Arguments of `from_pretrained`.
-        new_head: Whether a missing head or pooler is initialised at random.
+        folder: Folder of the model.
+        tokenizer: Tokenizer of the model. Each of its tokens must have an embedding.
+        options: Arguments of `from_pretrained`, from `loading_options`.
+        new_head: Whether the files may also lack the head of a network, or the pooler before the
+            head. The missing weights are initialised at random.
+
+    Raises:
+        SkilltrainError: The weights do not fit config.json or the tokenizer.
     """
+    # With these options, differences do not raise an error, but are listed in the report.
     checks = {"use_safetensors": True, "output_loading_info": True, "ignore_mismatched_sizes": True}
     network, report = load_pretrained(auto_class, folder, "weights", **checks, **options)
+    # Names of weights, by what is wrong with them. A mismatched key is a name and two shapes.
     weights_by_fault = {
         "missing": _missing_weights(network, set(report["missing_keys"]), folder, new_head),
         "of another shape": {str(name) for name, *_ in report["mismatched_keys"]},
@@ -461,6 +522,7 @@ def load_network(
             raise _weights_mismatch(folder, reason)
 
     _copy_mapped_weights(network)
+    # A token without an embedding would fail only when a text contains the token.
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
         fault = (
@@ -473,7 +535,10 @@ def load_network(
 
 
 def _copy_mapped_weights(network: Any) -> None:
-    """Copy weights on the CPU, which are mapped from a file, to memory."""
+    """Copy weights on the CPU, which are mapped from a file, to memory.
+
+    The process would crash if a mapped file shrank.
+    """
     for parameter in network.parameters():
         if parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
@@ -482,23 +547,41 @@ def _copy_mapped_weights(network: Any) -> None:
 def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:
     """Return the missing weights without which the network cannot be used.
 
+    A head is the layer that gives a reranker's score. A pooler is a layer of BERT models between
+    the backbone and the head.
+
     Args:
-        missing: Names of all weights that the files lack.
+        network: The loaded network.
+        missing: Names of the network's weights that the model's files lack.
         folder: Folder of the model, for errors.
-        new_head: Whether the head and its pooler may be missing.
+        new_head: Whether the pooler and the head may be missing, because they are to be trained.
+
+    Returns:
+        - For a network without a head: all of `missing` but the pooler, which it does not use.
+        - For a network with a head: all of `missing` if the backbone lacks weights. Else none,
+          because only the head or its pooler is missing.
+
+    Raises:
+        SkilltrainError: Only the head or its pooler is missing, and `new_head` is false.
     """
     if not missing:
         return set()
+
+    # In transformers, a model with a head holds its backbone as `base_model`. A model without a
+    # head is its own `base_model`.
     missing_without_pooler = {name for name in missing if "pooler." not in name}
     has_head = network.base_model is not network
     if not has_head:
         return missing_without_pooler
 
+    # If the backbone lacks weights, all missing weights are a fault. Names of the backbone's
+    # weights begin with a prefix, such as `bert.`.
     backbone_prefix = f"{network.base_model_prefix}."
     in_backbone = [name for name in missing_without_pooler if name.startswith(backbone_prefix)]
     if in_backbone:
         return missing
 
+    # Only the head or its pooler is missing.
     if not new_head:
         fault = f"its weights lack the head that gives the score: {min(missing)} is missing"
         raise SkilltrainError(
@@ -511,11 +594,16 @@ def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bo
 def _unknown_weights(network: Any, unexpected: Collection[str]) -> set[str]:
     """Return the weights in the files that the backbone should have, but does not.
 
+    If there are any, config.json describes a smaller backbone than the files hold. For example, the
+    files have the weights of 12 layers, and config.json declares 6 layers.
+
     Args:
         network: The loaded network.
         unexpected: Names of all weights in the files that the network does not have.
     """
     prefix = f"{network.base_model_prefix}."
+    # Names of the backbone's modules, such as `embeddings` and `encoder`. A weight of any other
+    # module belongs to a head, which the network need not have.
     modules = {name.partition(".")[0] for name, _ in network.base_model.named_parameters()}
     unknown = set()
     for name in unexpected:
@@ -545,6 +633,9 @@ def loading_options(config: ModelConfig, model_config: Any, device: torch.device
 def backbone_options(model_config: Any) -> dict[str, Any]:
     """Return the options that switch off a backbone's attention dropout and pooler.
 
+    Attention dropout is slow on a CPU. Vectors do not use the pooler, so it would get no gradient,
+    and DDP would stop at the second step.
+
     Args:
         model_config: The model's config.json as an object of transformers.
 
@@ -563,6 +654,7 @@ def _has_pooler_option(model_config: Any) -> bool:
     """Return whether all model classes of a configuration have the option add_pooling_layer."""
     from transformers import MODEL_MAPPING
 
+    # A configuration has one model class or several.
     model_classes: Any = MODEL_MAPPING.get(type(model_config), ())
     if not isinstance(model_classes, tuple | list):
         model_classes = (model_classes,)
@@ -575,7 +667,7 @@ def _has_pooler_option(model_config: Any) -> bool:
 def heads(network: Any) -> list[nn.Module]:
     """Return the layers with weights in the head of a sequence classification model.
 
-    The list is empty for other models.
+    The list is empty for other models. Layers without weights, such as dropout, are left out.
     """
     if "SequenceClassification" not in type(network).__name__:
         return []
@@ -597,6 +689,7 @@ def num_positions(model_config: Any) -> int | None:
     limit = getattr(model_config, "max_position_embeddings", None)
     if not isinstance(limit, int) or limit < 1:
         return None
+    # The first positions of these types are not used: their positions begin after pad_token_id.
     if model_config.model_type in _TYPES_WITH_POSITION_OFFSET:
         return limit - (model_config.pad_token_id + 1)
     return limit

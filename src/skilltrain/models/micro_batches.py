@@ -134,14 +134,15 @@ def model_inputs(
         padding.
     """
     lengths = np.array([len(text) for text in texts])
-    is_token = np.arange(lengths.max()) < lengths[:, None]
+    is_token = np.arange(lengths.max()) < lengths[:, None]  # [text, token]
     mask = on_device(is_token.astype(np.int64), device)
 
     embedded = [text for text in texts if isinstance(text, Tensor)]
     if embedded:  # all texts, or none of them
         return {"inputs_embeds": torch.nn.utils.rnn.pad_sequence(embedded, batch_first=True)}, mask
 
-    ids = np.full(is_token.shape, pad_id, dtype=np.int64)
+    # Fill the array with padding, then put the token ids of all texts in their places.
+    ids = np.full(is_token.shape, pad_id, dtype=np.int64)  # [text, token]
     ids[is_token] = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
     return {"input_ids": on_device(ids, device)}, mask
 
@@ -153,6 +154,6 @@ def embed_together(network: Any, texts: Sequence[TokenIds]) -> list[Float[Tensor
     step has one lookup for all its micro-batches.
     """
     table = network.get_input_embeddings()
-    ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])
-    rows = table(on_device(ids, table.weight.device))
+    ids = np.concatenate([np.asarray(text, dtype=np.int64) for text in texts])  # [token]
+    rows = table(on_device(ids, table.weight.device))  # [token, dim]
     return [*rows.split([len(text) for text in texts])]

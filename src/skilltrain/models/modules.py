@@ -91,8 +91,13 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
 
 
 def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
-    """Return the content of config_sentence_transformers.json for a reranker."""
+    """Return the content of config_sentence_transformers.json for a reranker.
+
+    sentence-transformers then returns the same scores as skilltrain. The activation function is the
+    identity, because a score is a logit, without a sigmoid.
+    """
     template = reranker.settings.template
+    # In the form yes_no, the prompt of every pair has an instruction for the model.
     is_yes_no = template.form == "yes_no"
     return {
         "model_type": "CrossEncoder",
@@ -112,6 +117,7 @@ def _encoder_settings(encoder: Encoder, per_token: bool) -> dict[str, Any]:
         per_token: Whether it returns one vector per token.
     """
     template = encoder.settings.template
+    # meanmaxsim: for each token of the query, the best cosine with a token of the skill, averaged.
     return {
         "model_type": "MultiVectorEncoder" if per_token else "SentenceTransformer",
         "similarity_fn_name": "meanmaxsim" if per_token else "cosine",
@@ -143,6 +149,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
 
     modules = [Module(_TRANSFORMER, "", transformer)]
     if per_token:
+        # The mask says which token vectors count for a score. No words are left out.
         modules.append(Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []}))
         normalize = {"module_input_name": "token_embeddings"}
     else:
@@ -150,7 +157,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
         pooling_settings = {
             "embedding_dimension": encoder.dim,
             "pooling_mode": _POOLING_MODES[pooling],
-            "include_prompt": True,
+            "include_prompt": True,  # the tokens of the prompt are pooled too
         }
         pooling_settings |= {flag: mode == pooling for flag, mode in _POOLING_FLAGS.items()}
         modules.append(Module(_POOLING, "1_Pooling", pooling_settings))
@@ -171,6 +178,7 @@ def _reranker_modules(reranker: Reranker) -> list[Module]:
         "modality_config": {"text": reads_logits},
     }
     if reranker.settings.template.form == "pair":
+        # Let the tokenizer cut the skill, not the query.
         transformer["processing_kwargs"] = {"text": {"truncation": _truncation(reranker)}}
         return [Module(_TRANSFORMER, "", transformer)]
 

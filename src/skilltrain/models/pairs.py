@@ -126,6 +126,7 @@ class PairTokenizer:
         """Return the token ids of each skill's part, without truncation."""
         if not skills:
             return []
+        # The tokens of a skill depend on the line break before it. Drop those of the line break.
         prefix = self._line_break + self.template.skill_prompt()
         texts = [prefix + self.template.render_skill(skill) for skill in skills]
         return [ids[self._num_line_break_tokens :] for ids in self.text.ids(texts)]
@@ -137,6 +138,7 @@ class PairTokenizer:
             query: Token ids of the query's part.
             skill: Token ids of the skill's part.
         """
+        # `num_fixed` counts the tokens before, between and after the query and the skill.
         room = max(0, self.settings.max_tokens - self.num_fixed - len(query))
         first = [*self.before, *_as_list(query), *self.between]
         ids = [*first, *_as_list(skill[:room]), *self.after]
@@ -144,6 +146,7 @@ class PairTokenizer:
 
     def room_for_query(self) -> int:
         """Return how many tokens a query may have so that a skill still has room in the pair."""
+        # An empty query and an empty skill have only the tokens of their prompts.
         empty_query = self.query_ids("")
         (empty_skill,) = self.skill_ids([Skill("", "", "", "")])
         num_fixed = self.num_fixed + len(empty_query) + len(empty_skill)

@@ -1,20 +1,4 @@
-"""Pools token vectors to one vector per text, and reads the pooling of other programs' models.
-
-Notes:
-    - bfloat16 would round cosines to 1/256, so they are computed without autocast.
-    - In distributed training, a process may call `max_sim` without queries.
-    - `max_sim` takes one skill at a time, so that only the positions of the maxima are saved for
-      the gradient.
-    - A prompt of documents may have several names. sentence-transformers documents for
-      `encode_document` that the first one that exists is used. Its release 6.2 uses only the first
-      name, unless the caller gives another.
-    - Newer releases of sentence-transformers write one pooling mode or a list of modes, older
-      releases a flag for each mode.
-    - Without a limit of queries in the files, it is the limit of all texts, but at least our
-      default, because a query often states its task at the end. The template has limited its
-      characters already. This limit may exceed the model's positions, so the caller reduces it.
-    - sentence-transformers' limit of all texts takes precedence over the tokenizer's.
-"""
+"""Pools token vectors to one vector per text, and reads the pooling of other programs' models."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,13 +31,15 @@ def pool(
 
     Args:
         hidden: Hidden states of the tokens.
-        mask: 1 for tokens, 0 for padding on the right.
+        mask: 1 for the tokens of a text, 0 for padding. Padding is on the right.
+        pooling: Mean of all tokens, or the vector of the first (cls) or the last token.
     """
     if pooling == "cls":
         return hidden[:, 0]
     if pooling == "last_token":
         last_positions = mask.sum(1) - 1  # [text]
         return hidden[torch.arange(len(hidden), device=hidden.device), last_positions]
+    # Take the mean of the tokens, without padding.
     weights = mask[:, :, None].to(hidden.dtype)  # [text, token, 1]
     return (hidden * weights).sum(1) / weights.sum(1)
 
@@ -66,23 +52,26 @@ def at_least_float32(values: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
 def max_sim(
     queries: Sequence[Float[Tensor, "_ dim"]], skills: Sequence[Float[Tensor, "_ dim"]]
 ) -> Float[Tensor, "query skill"]:
-    """Return the mean over a query's tokens of the best cosine with a skill's token.
+    """Return the late-interaction score of each query and skill (ColBERT, equation 3).
 
-    ColBERT (equation 3) takes the sum.
+    For each token of the query, take the largest cosine with a token of the skill. The score is the
+    mean of these cosines, where ColBERT takes their sum.
 
     Args:
-        queries: Unit vectors of each query's tokens.
+        queries: Unit vectors of each query's tokens. In distributed training, a process may have no
+            query.
         skills: Unit vectors of each skill's tokens.
     """
-    empty = skills[0][:0]  # [0, dim]
-    tokens = torch.cat([empty, *queries])  # [query token, dim]
-    with torch.autocast(tokens.device.type, enabled=False):
+    empty = skills[0][:0]  # [0, dim], because torch.cat needs a tensor if there is no query
+    tokens = torch.cat([empty, *queries])  # [token of any query, dim]
+    with torch.autocast(tokens.device.type, enabled=False):  # bfloat16 would round cosines to 1/256
+        # One skill at a time, so that only the positions of the maxima are saved for the gradient.
         best_cosines = [(tokens @ skill.T).max(1).values for skill in skills]
-        by_token = torch.stack(best_cosines, 1)  # [query token, skill]
+        by_token = torch.stack(best_cosines, 1)  # [token of any query, skill]
 
     if not queries:
         return by_token  # [0, skill]
-    by_query = by_token.split([len(query) for query in queries])
+    by_query = by_token.split([len(query) for query in queries])  # [token, skill] each
     return torch.stack([cosines.mean(0) for cosines in by_query])
 
 
@@ -125,17 +114,26 @@ def foreign_settings(folder: Path, model_config: Any, pooling: Pooling | None) -
     """Read the settings of a sentence-transformers model. There are none for other models.
 
     Args:
+        folder: Folder of the model.
         model_config: The model's config.json as an object of transformers.
-        pooling: Pooling that the user chose, if any.
+        pooling: Pooling that the user chose, if any. It replaces that of the files.
+
+    Raises:
+        SkilltrainError: The model has modules, a pooling or a prompt that skilltrain does not
+            compute. Its vectors would be wrong.
     """
+    # Every model of sentence-transformers has this file, which lists its modules.
     if not (folder / "modules.json").is_file():
-        return ForeignSettings({}, "", "")
+        return ForeignSettings({}, query_prompt="", skill_prompt="")
 
     content = read_json_object(folder / "config_sentence_transformers.json")
     content["modules"] = read_json(folder / "modules.json")
     config = validate(_SentenceTransformersConfig, content, folder)
     module_folders = _module_folders(config.modules, folder)
 
+    # The documents' prompt may have several names. Take the first that exists, as
+    # sentence-transformers documents for `encode_document`. In fact its release 6.2 uses only the
+    # first name, unless the caller of that method gives another.
     prompts = {name: text for name, text in config.prompts.items() if text is not None}
     query_prompt = prompts.get("query", "")
     skill_prompt = next((prompts[name] for name in _SKILL_PROMPTS if name in prompts), "")
@@ -173,6 +171,7 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
     """
     folders = {}
     for module in modules:
+        # A type is the full name of a class, such as sentence_transformers.models.Pooling.
         names = module.type.split(".")
         if names[0] != "sentence_transformers" or names[-1] not in _SUPPORTED_MODULES:
             fault = (
@@ -191,15 +190,21 @@ def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any])
         folder: Folder of the model.
         pooling_folder: Folder of the module.
         config: Settings of the module.
+
+    Raises:
+        SkilltrainError: There are no settings, or skilltrain does not compute this pooling.
     """
     if not config:
         fault = f"it has no {pooling_folder.name}/config.json, which its modules.json names"
         raise SkilltrainError("incomplete-model", fault, where=folder, fix="give pooling")
 
+    # Newer releases write one mode or a list of modes. Older releases write a flag for each mode.
     modes = config.get("pooling_mode") or _modes_of_flags(config)
     if not isinstance(modes, list):
         modes = [modes]
     modes = [str(mode) for mode in modes]
+
+    # Several modes mean that their vectors are concatenated.
     if len(modes) > 1 or modes[0] not in _POOLING_BY_MODE:
         description = " + ".join(modes)
         fault = f"its pooling is {description}, which an encoder here does not compute"
@@ -221,15 +226,29 @@ def _modes_of_flags(config: Mapping[str, Any]) -> list[str]:
 def _token_limits(folder: Path, transformer_folder: Path, model_config: Any) -> dict[str, int]:
     """Return the token limits of skills and queries that a model's files state.
 
+    The limit of all texts comes from sentence-transformers' settings, else from the tokenizer. It
+    is at most the number of the model's positions.
+
+    The limit of queries is the one in the files, but at most the limit of all texts. If the files
+    have none, it is the limit of all texts, but at least our default, because a query often states
+    its task at the end. This may exceed the model's positions, so the caller reduces it.
+
+    Args:
+        folder: Folder of the model.
+        transformer_folder: Folder of the module Transformer.
+        model_config: The model's config.json as an object of transformers.
+
     Returns:
         `max_tokens` and `query_max_tokens`. A setting without a limit is left out.
     """
+    # Find the settings of the transformer. Older releases name the file by the type of model.
     content = read_json_object(transformer_folder / "sentence_bert_config.json")
     if not content:
         older_name = f"sentence_{model_config.model_type}_config.json"
         content = read_json_object(transformer_folder / older_name)
     config = validate(_SentenceTransformersConfig, content, folder)
 
+    # Find the limit of all texts.
     limit = config.max_seq_length
     if limit is None:
         tokenizer_config = read_json_object(transformer_folder / "tokenizer_config.json")
@@ -238,6 +257,7 @@ def _token_limits(folder: Path, transformer_folder: Path, model_config: Any) -> 
             limit = tokenizer_limit
     limit = _smallest(limit, num_positions(model_config))
 
+    # Find the limits of skills and queries.
     query_limit = _smallest(config.query_length, limit)
     if limit is not None and config.query_length is None:
         query_limit = max(limit, DEFAULT_QUERY_TOKENS)

@@ -2,19 +2,6 @@
 
 A causal language model scores by the logits of yes and no, any other model by a classification head
 with one output.
-
-Notes:
-    - Each call of `score_vector` makes a gradient as large as the embeddings of the whole
-      vocabulary. So a training step calls it once.
-    - bfloat16 rounds logits to steps of up to 1/32, so candidates with close scores would tie.
-      Heads and scores are therefore in float32, also under autocast.
-    - A packed micro-batch has pairs of one query only, and counts their common prompt once.
-    - With a new head, an encoder may become a reranker too, if the config has a template.
-    - In the form pair, BERT marks the second segment by token type, XLM-R has no marks.
-    - An export may replace the head of a causal model by a classification head with one row, the
-      difference of yes and no. The model is no CausalLM then, but its stored form is still yes_no.
-    - The option add_pooling_layer switches off the pooler, which a classification head needs.
-    - The default of query_max_tokens depends on max_tokens, so a new max_tokens is validated again.
 """
 
 from collections.abc import Mapping, Sequence
@@ -83,13 +70,14 @@ class Reranker(nn.Module):
     """
 
     def __init__(self, network: Any, tokenizer: Any, settings: RerankerSettings) -> None:
-        """Make a reranker, which packs the pairs of a query if its network supports it."""
+        """Make a reranker, which packs the pairs of a query if its network supports packing."""
         super().__init__()
         self.network: Any = network
         self.tokenizer = tokenizer
         self.settings = settings
         self.pair_tokenizer = PairTokenizer(tokenizer, settings)
         self.yes_no_ids = yes_no_ids(tokenizer) if settings.template.form == "yes_no" else None
+        # In the form yes_no, a pair is one text of a causal model, so pairs can share their prompt.
         self.is_packed = self.yes_no_ids is not None and shared_prompt.can_pack(network)
         if self.is_packed:
             shared_prompt.enable_packing(network)
@@ -101,7 +89,7 @@ class Reranker(nn.Module):
     def tokenize(self, query: str, skills: Sequence[Skill]) -> list[PairIds]:
         """Return the token ids of a raw query paired with each skill.
 
-        Template and token limits are applied here.
+        Template and token limits are applied here. The end of a skill that does not fit is cut.
         """
         tokenizer = self.pair_tokenizer
         query_ids = tokenizer.query_ids(query)
@@ -118,24 +106,30 @@ class Reranker(nn.Module):
     def micro_batches(self, lists: Sequence[Sequence[PairIds]], token_budget: int) -> Groups:
         """Group the pairs of all lists into micro-batches.
 
+        A micro-batch is a group of pairs that the model reads at once. If the model packs, the
+        pairs of a query form one row of tokens, and their common prompt (the template's words and
+        the query) is in the row once. So a packed micro-batch has pairs of one list only.
+
         Args:
-            lists: Pairs of each query.
+            lists: For each query, a pair of the query with each of its skills.
             token_budget: Maximum number of tokens of a micro-batch.
 
         Returns:
-            Micro-batches as positions in the concatenation of all lists.
+            For each micro-batch, the positions of its pairs in the concatenation of all lists.
         """
         if not self.is_packed:
             lengths = [len(pair) for pair in chain.from_iterable(lists)]
             return micro_batches(lengths, token_budget)
 
         groups: Groups = []
-        list_start = 0
+        list_start = 0  # position of the first pair of a list
         for pairs in lists:
             if not pairs:
                 continue
+            # Number of tokens of the common prompt, which counts once for the budget.
             num_shared = shared_prompt.num_shared([pair.ids for pair in pairs])
             for group in micro_batches([*map(len, pairs)], token_budget, num_shared):
+                # `group` has positions within this list. Count from the first list instead.
                 groups.append([list_start + position for position in group])
             list_start += len(pairs)
         return groups
@@ -143,6 +137,7 @@ class Reranker(nn.Module):
     def num_slots(self, pairs: Sequence[PairIds]) -> int:
         """Return the number of tokens of a micro-batch, with padding."""
         if self.is_packed:
+            # The common prompt of the pairs occurs once in their row.
             num_shared = shared_prompt.num_shared([pair.ids for pair in pairs])
             return sum(map(len, pairs)) - num_shared * (len(pairs) - 1)
         return max(map(len, pairs)) * len(pairs)
@@ -155,11 +150,14 @@ class Reranker(nn.Module):
     def score_vector(self) -> Float[Tensor, "dim"] | None:
         """Return the vector whose product with the last hidden state is the score.
 
-        It is in float32 or wider, and None if `template.form` is `pair`.
+        The vector is the head's row of `yes` minus its row of `no`, in float32 or wider. It is None
+        if `template.form` is `pair`. Call this only once in a training step: for each call, the
+        backward pass makes a gradient as large as the embeddings of the whole vocabulary.
         """
         if self.yes_no_ids is None:
             return None
 
+        # If the model was exported with a classification head, its only row is the difference.
         head_layers = loading.heads(self.network)
         if head_layers:
             weight = next(head_layers[0].parameters())  # [1, dim]
@@ -183,20 +181,23 @@ class Reranker(nn.Module):
             pairs: Pairs with or without embeddings.
             score_vector: Result of `score_vector()`. None if `template.form` is `pair`.
         """
-        if score_vector is None:
+        if score_vector is None:  # the form pair
             return self._classification_scores(pairs)
+        # A pair in the form yes_no is one text. Its score comes from the last hidden state.
         last = self._last_hidden(pairs)  # [pair, dim]
-        with torch.autocast(last.device.type, enabled=False):
+        with torch.autocast(last.device.type, enabled=False):  # bfloat16 would round the score
             return at_least_float32(last) @ score_vector
 
     def _classification_scores(self, pairs: Sequence[PairIds]) -> Float[Tensor, "pair"]:
         """Return the outputs of the classification head, in float32 or wider."""
+        # The head scores two segments. BERT marks the second segment by token type 1, XLM-R has no
+        # marks.
         inputs, mask = model_inputs(_texts(pairs), self.tokenizer.pad_token_id, self.device)
         num_segments = getattr(self.network.config, "type_vocab_size", None) or 0
         if num_segments > 1:
             starts = on_device(torch.tensor([pair.second_start for pair in pairs]), mask.device)
-            positions = torch.arange(mask.shape[1], device=mask.device)
-            is_second = positions >= starts[:, None]  # [pair, token]
+            positions = torch.arange(mask.shape[1], device=mask.device)  # [token]
+            is_second = positions >= starts[:, None]  # [pair, token], True for padding too
             inputs["token_type_ids"] = is_second.long() * mask
         logits = self.network(**inputs, attention_mask=mask).logits  # [pair, 1]
         return at_least_float32(logits[:, 0])
@@ -205,6 +206,7 @@ class Reranker(nn.Module):
         """Return the hidden state of each pair's last token."""
         decoder = self.network.get_decoder()
         if self.is_packed:
+            # All pairs have the same query, so they begin with the same tokens.
             num_prompt = shared_prompt.num_shared([pair.ids for pair in pairs])
             packed = shared_prompt.PackedTexts(pairs, num_prompt, self.device)
             return shared_prompt.last_hidden(decoder, packed, _texts(pairs))
@@ -220,7 +222,7 @@ def _texts(pairs: Sequence[PairIds]) -> Texts:
 
 
 def yes_no_ids(tokenizer: Any) -> tuple[int, int]:
-    """Return the token ids of `yes` and `no`.
+    """Return the token ids of `yes` and `no`, whose logits give the score.
 
     Raises:
         SkilltrainError: The tokenizer splits one of these words.
@@ -243,9 +245,14 @@ def load_reranker(
 
     Args:
         config: Settings that select the reranker.
-        device: Device of the reranker. On meta, it has no weights.
-        options: Further arguments of `from_pretrained`.
-        new_head: Whether a missing head is initialised at random.
+        device: Device of the reranker. On the device meta, it has shapes but no weights.
+        options: Further arguments of `from_pretrained`. They replace those that `config` implies.
+        new_head: Whether a missing head is initialised at random, for training. Then an encoder may
+            become a reranker too, if `config` has a template.
+
+    Raises:
+        SkilltrainError: There is no such model, it is an encoder that must not become a reranker,
+            its folder is not complete, or the settings do not fit it.
     """
     from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
@@ -253,28 +260,28 @@ def load_reranker(
     folder = loading.resolve_model(config.source, code=runs_code)
     may_convert_encoder = new_head and config.template is not None
     if may_convert_encoder and loading.is_encoder(folder):
-        stored = {}  # ignore an encoder's settings
+        stored = {}  # ignore its settings, which are those of an encoder
     else:
         stored = loading.stored_settings(folder, "reranker")
 
     model_config = loading.load_model_config(folder, runs_code)
     is_causal = any("CausalLM" in name for name in model_config.architectures or [])
-    settings = _settings(config, stored, is_causal, folder)
+    settings = _settings(config, stored, is_causal, folder)  # checks the template's form
     tokenizer = loading.load_tokenizer(folder, runs_code)
     settings = _reduce_limits(settings, tokenizer, model_config, config.source)
     template = with_fields(settings.template, config.fields)
     settings = settings.model_copy(update={"template": template})
 
     all_options = {**loading.loading_options(config, model_config, device), **options}
-    all_options.pop("add_pooling_layer", None)  # heads need the pooler
+    all_options.pop("add_pooling_layer", None)  # it switches off the pooler, which the head needs
     if is_causal and template.form == "yes_no":
         network = loading.load_network(AutoModelForCausalLM, folder, tokenizer, all_options)
     else:
-        all_options["num_labels"] = 1
+        all_options["num_labels"] = 1  # the head has one output, the score
         auto_class = AutoModelForSequenceClassification
         network = loading.load_network(auto_class, folder, tokenizer, all_options, new_head)
     for layer in loading.heads(network):
-        layer.float()
+        layer.float()  # bfloat16 rounds logits to steps of up to 1/32: close candidates would tie
         layer.register_forward_pre_hook(loading.cast_to_weight_dtype)
     return Reranker(network.to(device).eval(), tokenizer, settings)
 
@@ -282,20 +289,30 @@ def load_reranker(
 def _settings(
     config: RerankerConfig, stored: dict[str, Any], is_causal: bool, folder: Path
 ) -> RerankerSettings:
-    """Collect the settings of a reranker from `config`, then `stored`, then defaults.
+    """Collect the settings of a reranker from the user, the model's folder and the defaults.
+
+    A setting of the user replaces a stored setting, which replaces a default.
 
     Args:
-        stored: Settings from the model's training, if any.
+        config: Settings that the user chose; None for a setting that the user did not choose.
+        stored: Settings that training has stored; empty for other models.
         is_causal: Whether the model is a causal language model.
         folder: Folder of the model, for errors.
+
+    Raises:
+        SkilltrainError: The form yes_no does not fit the model.
     """
+    # `config` has other fields too, such as the source. Take only fields of RerankerSettings.
     chosen = config.model_dump(exclude_none=True, include={*RerankerSettings.model_fields})
     values = stored | chosen
+    # A causal language model answers yes or no, and the two logits give the score.
     if is_causal:
         values.setdefault("template", {"form": "yes_no"})
     settings = validate(RerankerSettings, values, folder)
 
-    was_causal = stored.get("template", {}).get("form") == "yes_no"  # before an export
+    # An export may have replaced the language model head by a classification head that gives the
+    # same scores. Such a model is not causal any more, but its stored form is still yes_no.
+    was_causal = stored.get("template", {}).get("form") == "yes_no"
     can_answer_yes_no = is_causal or was_causal
     if settings.template.form == "yes_no" and not can_answer_yes_no:
         fault = "template.form=yes_no needs a causal language model"
@@ -309,9 +326,16 @@ def _reduce_limits(
     """Reduce default token limits so that a pair fits in the model, and a skill in the pair.
 
     Args:
+        settings: Settings of the reranker.
+        tokenizer: The tokenizer of transformers.
         model_config: The model's config.json as an object of transformers.
         where: What the user named, for errors.
+
+    Raises:
+        SkilltrainError: An explicit limit is too large.
     """
+    # A pair must fit in the model's positions. A setting that the user or training chose is
+    # explicit, and is never reduced.
     explicit = {name: getattr(settings, name) for name in settings.model_fields_set}
     limit = loading.num_positions(model_config)
     if limit is not None and settings.max_tokens > limit:
@@ -319,8 +343,10 @@ def _reduce_limits(
             raise SkilltrainError(
                 "exceeds-model", f"max_tokens exceeds the model's {limit} positions", where=where
             )
+        # Validate again: the default of query_max_tokens depends on max_tokens.
         settings = RerankerSettings.model_validate({**explicit, "max_tokens": limit})
 
+    # The query must leave room for a skill.
     room = PairTokenizer(tokenizer, settings).room_for_query()
     if settings.query_max_tokens <= room:
         return settings

@@ -5,20 +5,6 @@ share the reranker's instructions and the query. The rest of each text is its co
 position ids start at the prompt's length, and it attends to the prompt and to itself only.
 `VarlenTexts` have no prompt, and use flash attention on a GPU. Scores and gradients are the same as
 for each text alone.
-
-Notes:
-    - All continuations of a bucket use one mask. Every token attends to the whole prompt, and
-      causally to its continuation, so the mask's diagonal starts after the prompt.
-    - `PackedTexts` is not a dataclass, because FSDP2 with mixed precision would copy it.
-    - torch's flash attention needs a GPU and bfloat16, and has no dropout.
-    - `PackedTexts.attend` calls SDPA several times, and autocast would cast in each call. So
-      `shared_prompt_attention` casts queries and keys once.
-    - SDPA with a mask and fewer key heads would be slow on a GPU, so `PackedTexts` repeats keys and
-      values. Flash attention reads each of them for all its query heads.
-    - Without a mask, transformers looks for the texts in the position ids, and the host waits for
-      the GPU. An empty mask of four dimensions prevents this. It also shows a decoder that does not
-      hand `packed` on to attention.
-    - A compiled layer that is recomputed must not change `packed`. So the buckets are made before.
 """
 
 from collections.abc import Sequence, Sized
@@ -60,24 +46,31 @@ class Bucket:
     def from_lengths(
         cls, lengths: Sequence[int], start: int, num_prompt: int, device: torch.device
     ) -> "Bucket":
-        """Make a bucket of consecutive continuations in a packed row.
+        """Make a bucket of continuations that follow each other in the row.
+
+        The row is one sequence of tokens: the common prompt, then the continuations of all texts.
 
         Args:
             lengths: Number of tokens of each continuation, longest first.
             start: Position of the first continuation in the row.
             num_prompt: Number of tokens of the prompt.
+            device: Device of the bucket.
         """
         longest = lengths[0]
         sizes = torch.tensor(lengths)[:, None]  # [text, 1]
-        first_tokens = start + sizes.cumsum(0) - sizes  # [text, 1]
+        first_tokens = start + sizes.cumsum(0) - sizes  # [text, 1], position of the first token
 
+        # Find the row's token for each place in the bucket. Shorter continuations are padded with
+        # their last token.
         offsets = torch.arange(longest)  # [token]
         padded_offsets = torch.minimum(offsets, sizes - 1)  # [text, token]
         tokens = first_tokens + padded_offsets  # [text, token]
         is_real = offsets < sizes  # [text, token]
-        real_tokens = is_real.flatten().nonzero()[:, 0]  # [index]
+        real_tokens = is_real.flatten().nonzero()[:, 0]  # indices into text * token
 
-        # Causal after the prompt.
+        # Every token attends to the whole prompt, and causally to its continuation. All
+        # continuations use this mask [token, num_prompt + token], whose diagonal starts after the
+        # prompt.
         mask = torch.ones(longest, num_prompt + longest, dtype=torch.bool).tril(num_prompt)
         return cls(
             on_device(tokens, device), on_device(real_tokens, device), on_device(mask, device)
@@ -100,6 +93,8 @@ class Bucket:
 class PackedTexts:
     """Texts (none empty) as one row: the prompt, then every continuation, longest first.
 
+    It is not a dataclass, because FSDP2 with mixed precision would copy it.
+
     Attributes:
         num_prompt: Number of tokens of the prompt.
         order: Indices of the texts in the order of their continuations in the row.
@@ -110,34 +105,44 @@ class PackedTexts:
     """
 
     def __init__(self, texts: Sequence[Sized], num_prompt: int, device: torch.device) -> None:
-        """Arrange texts in one row: their common prompt, then the rest of each text, longest first.
+        """Arrange texts that begin with the same prompt in one row of tokens.
+
+        The row has the prompt once, then the rest of each text (its continuation), longest first.
+        For example, with the prompt `p q`, the texts `p q a` and `p q b c` form the row
+        `p q b c a`. The positions of its tokens are 0, 1, 2, 3 and 2.
 
         Args:
-            texts: Token ids of the texts.
-            num_prompt: Number of tokens of the prompt.
+            texts: Token ids of the texts. Only their lengths are used.
+            num_prompt: Number of tokens of the common prompt.
             device: Device of all tensors.
         """
         self.num_prompt = num_prompt
+        # Indices of the texts, the longest text first. The minus reverses the order.
         self.order = sorted(range(len(texts)), key=lambda index: -len(texts[index]))
+        # Length of each continuation, in this order.
         self.lengths = [len(texts[index]) - num_prompt for index in self.order]
 
+        # Give each token of the row its position in its own text. A continuation follows the
+        # prompt, so its first token has the position `num_prompt`.
         position_ids = [*range(num_prompt)]
-        ends = [0] * len(texts)  # positions of last tokens
+        ends = [0] * len(texts)  # position in the row of each text's last token
         for index, length in zip(self.order, self.lengths, strict=True):
             position_ids += range(num_prompt, num_prompt + length)
             ends[index] = len(position_ids) - 1
         self.position_ids: Int[Tensor, "1 token"] = on_device(torch.tensor([position_ids]), device)
         self.ends: Int[Tensor, " text"] = on_device(torch.tensor(ends), device)
+        # A bucket is a group of continuations of similar length that share one attention call. The
+        # buckets are made here, because a compiled layer that is recomputed must not change them.
         self.buckets = self._make_buckets(device)
 
     def _make_buckets(self, device: torch.device) -> list[Bucket]:
         """Divide the continuations into buckets of similar length, longest first."""
         buckets = []
-        start = self.num_prompt
+        start = self.num_prompt  # position in the row of the first token after the prompt
         remaining = self.lengths  # longest first
         while remaining:
             min_length = _MIN_RELATIVE_LENGTH * remaining[0]
-            lengths = [length for length in remaining if length >= min_length]
+            lengths = [length for length in remaining if length >= min_length]  # the first ones
             buckets.append(Bucket.from_lengths(lengths, start, self.num_prompt, device))
             start += sum(lengths)
             remaining = remaining[len(lengths) :]
@@ -153,7 +158,7 @@ class PackedTexts:
             `input_ids` [1, token] or `inputs_embeds` [1, token, width].
         """
         start = self.num_prompt
-        segments: list[Any] = [texts[0][:start]]
+        segments: list[Any] = [texts[0][:start]]  # the prompt, which all texts have in common
         segments += [texts[index][start:] for index in self.order]
         if isinstance(segments[0], Tensor):
             return {"inputs_embeds": torch.cat(segments)[None]}
@@ -163,18 +168,26 @@ class PackedTexts:
     def attend(
         self, query: PerHead, key: PerKeyHead, value: PerKeyHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Compute causal attention of all texts, which form one row.
+        """Compute attention of all texts, which form one row.
 
-        The row has their common prompt, then the rest of each text.
+        The row has the common prompt of the texts, then the continuation of each text. The prompt
+        attends causally to itself. A continuation attends to the whole prompt, and causally to
+        itself.
 
         Args:
-            key: Keys. Several heads of queries may share a head. Values likewise.
+            query: Queries of all tokens of the row.
+            key: Keys. Several query heads may share a key head.
+            value: Values, with as many heads as the keys.
             **settings: Scale and dropout of SDPA.
         """
         sdpa = torch.nn.functional.scaled_dot_product_attention
+        # Repeat the key heads, so that every query head has its own. SDPA with a mask and fewer key
+        # heads would be slow on a GPU.
         heads_per_key_head = query.shape[1] // key.shape[1]
         key = key.repeat_interleave(heads_per_key_head, 1)
         value = value.repeat_interleave(heads_per_key_head, 1)
+
+        # Compute the prompt.
         length = self.num_prompt
         prompt_query = query[:, :, :length]  # [1, head, prompt token, dim]
         prompt_key = key[:, :, :length]
@@ -184,10 +197,11 @@ class PackedTexts:
             output = sdpa(prompt_query, prompt_key, prompt_value, is_causal=True, **settings)
             outputs.append(output[0])
 
+        # Compute the continuations. A bucket has those of similar length, which share one call.
         for bucket in self.buckets:
             queries = bucket.split_row(query)  # [text, head, token, dim]
             keys = _prepend(prompt_key, bucket.split_row(key))  # [text, head, key, dim]
-            values = _prepend(prompt_value, bucket.split_row(value))
+            values = _prepend(prompt_value, bucket.split_row(value))  # [text, head, key, dim]
             output = sdpa(queries, keys, values, attn_mask=bucket.mask, **settings)
             outputs.append(bucket.join_row(output))
         return torch.cat(outputs, 1).transpose(0, 1)[None]  # [1, token, head, dim]
@@ -222,19 +236,25 @@ class VarlenTexts(PackedTexts):
     def attend(
         self, query: PerHead, key: PerKeyHead, value: PerKeyHead, **settings: Any
     ) -> Float[Tensor, "1 token head dim"]:
-        """Compute causal attention of all texts, by flash attention where possible.
+        """Compute attention of all texts. Each text attends causally to itself.
+
+        torch's flash attention needs a GPU and bfloat16, and has no dropout. In all other cases,
+        this method calls the slower `PackedTexts.attend`.
 
         Args:
-            key: Keys. Several heads of queries may share a head. Values likewise.
+            query: Queries of all tokens of the row.
+            key: Keys. Several query heads may share a key head.
+            value: Values, with as many heads as the keys.
             **settings: Scale and dropout of SDPA.
         """
         if not self.is_on_gpu or value.dtype != torch.bfloat16 or settings["dropout_p"]:
-            if not self.buckets:
+            if not self.buckets:  # none were made for a GPU
                 self.buckets = super()._make_buckets(query.device)
             return super().attend(query, key, value, **settings)
         from torch.nn.attention.varlen import varlen_attn
 
-        longest = self.lengths[0]
+        # Give the texts twice: as the texts of the queries, and as those of the keys.
+        longest = self.lengths[0]  # lengths are in descending order
         output: Any = varlen_attn(
             query[0].transpose(0, 1),  # [token, head, dim]
             key[0].transpose(0, 1),
@@ -245,7 +265,7 @@ class VarlenTexts(PackedTexts):
             longest,
             scale=settings["scale"],
             window_size=_CAUSAL_WINDOW,
-            enable_gqa=True,
+            enable_gqa=True,  # several query heads may share a key head
         )
         return output[None]
 
@@ -255,7 +275,8 @@ def num_shared(texts: Sequence[list[int]]) -> int:
 
     It leaves at least one token of each text, so that every text has a continuation.
     """
-    first = min(texts)  # in lexicographic order
+    # In lexicographic order, the first and the last text have the shortest beginning in common.
+    first = min(texts)
     last = max(texts)
     limit = min(map(len, texts)) - 1
     for position in range(limit):
@@ -272,6 +293,9 @@ def last_hidden(decoder: Any, packed: PackedTexts, texts: Texts) -> Float[Tensor
         packed: The texts' places in the row.
         texts: Token ids or embedded tokens of each text.
     """
+    # Without a mask, transformers looks for the texts in the position ids, and the host waits for
+    # the GPU. An empty mask of four dimensions prevents this. If the decoder does not hand `packed`
+    # on to attention, `_check_mask` notices the empty mask.
     output = decoder(
         **packed.join(texts),
         attention_mask=torch.empty(1, 1, 0, 0, device=packed.ends.device, dtype=torch.bool),
@@ -290,12 +314,16 @@ def can_pack(network: Any) -> bool:
     config = network.config
     if getattr(config, "sliding_window", None) or getattr(config, "attn_logit_softcapping", None):
         return False
+    # Some models have layers that see only a window of the text. Others do not list their layers.
     layer_types = getattr(config, "layer_types", None) or ["full_attention"]
     return network._supports_attention_backend and {*layer_types} == {"full_attention"}
 
 
 def enable_packing(network: Any) -> None:
-    """Let `network` use `shared_prompt_attention`, which is plain SDPA for padded texts."""
+    """Let `network` use `shared_prompt_attention`, which is plain SDPA for padded texts.
+
+    transformers finds an attention function and its function for masks by their common name.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -324,9 +352,12 @@ def shared_prompt_attention(
 
     Args:
         module: The attention layer.
-        attention_mask: Mask of padded texts; empty for packed ones.
-        packed: Texts in one row, if they are packed.
-        **options: Scale and dropout, by transformers' names.
+        query: Queries.
+        key: Keys. Several query heads may share a key head.
+        value: Values, with as many heads as the keys.
+        attention_mask: Mask of padded texts; empty for packed texts.
+        packed: The packed texts, which are one row. None: the texts are padded, one row each.
+        **options: Scale and dropout, by the names of transformers.
     """
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -334,6 +365,7 @@ def shared_prompt_attention(
         _check_mask(attention_mask)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
+    # `packed.attend` calls SDPA several times. Cast once, as autocast would do in each call.
     query = query.to(value.dtype)
     key = key.to(value.dtype)
     settings = {"dropout_p": options["dropout"], "scale": options["scaling"]}

@@ -190,7 +190,13 @@ def tokenizer_identity(tokenizer: Any) -> str:
 
 
 def _fingerprint(texts: Iterable[Any], identity: str) -> str:
-    """Return a SHA-256 over the texts and `identity`."""
+    """Return a SHA-256 over the texts and `identity`.
+
+    Args:
+        texts: Objects whose `repr` tells them apart, such as strings.
+        identity: Another text that the result depends on.
+    """
+    # `surrogatepass` accepts broken characters. The byte 0 separates the texts.
     digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass"))
     for text in texts:
         digest.update(b"\0" + repr(text).encode("utf-8", "surrogatepass"))
@@ -207,6 +213,7 @@ def _read(file: Path) -> Int32[np.ndarray, "length_or_token"] | None:
         content = file.read_bytes()
     except OSError:
         return None
+    # A file is a SHA-256 of the values, then the values.
     digest = content[:_DIGEST_BYTES]
     values = content[_DIGEST_BYTES:]
     if hashlib.sha256(values).digest() != digest:

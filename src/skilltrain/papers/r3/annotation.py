@@ -2,11 +2,6 @@
 
 R3's test set was verified by several experts. The form of their sheet is not public; this one is
 ours.
-
-Notes:
-    - A sheet holds no verdict of the chat model. The skills of a query are in random order.
-    - A spreadsheet program would run a cell that begins with `=` or `+` as a formula, and the texts
-      are of strangers. An apostrophe in front prevents this.
 """
 
 import csv
@@ -55,15 +50,24 @@ class JudgeAgreement:
 def write_sheet(judged: Path, pool: Path, num_queries: int, out: Path) -> int:
     """Write a CSV sheet with the judged skills of a random sample of queries.
 
+    The sheet holds no verdict of the chat model, so that experts judge without knowing the verdict.
+
     Args:
         judged: Folder with QUERIES and JUDGEMENTS.
         pool: SKILLS table.
+        num_queries: Number of queries in the sample.
+        out: The CSV file to write.
 
     Returns:
         The number of skills to judge.
+
+    Raises:
+        SkilltrainError: The pool lacks a judged skill.
     """
     skills = {skill.skill_id: skill for skill in read_skills(pool)}
     judged_queries = select_judged(judged, None)
+    # Pseudo-random numbers of the ids decide the order of queries and skills. So an expert cannot
+    # guess a verdict from the order, and a repeated run writes the same sheet.
     judged_queries.sort(key=lambda item: stable_number("sheet", item[0].query_id))
     rows = []
     for query, verdicts in judged_queries[:num_queries]:
@@ -73,6 +77,7 @@ def write_sheet(judged: Path, pool: Path, num_queries: int, out: Path) -> int:
                 raise SkilltrainError("unknown-skill", problem, where=pool)
             rows.append(_row(query.query_id, query.text, skills[skill_id]))
 
+    # utf-8-sig writes a mark at the start by which spreadsheet programs recognise UTF-8.
     with atomic_path(out) as path, path.open("w", newline="", encoding="utf-8-sig") as file:
         writer = csv.writer(file)
         writer.writerow(COLUMNS)
@@ -81,7 +86,7 @@ def write_sheet(judged: Path, pool: Path, num_queries: int, out: Path) -> int:
 
 
 def _row(query_id: str, request: str, skill: Skill) -> list[str]:
-    """Return a row of a sheet, whose verdict is empty."""
+    """Return a row of a sheet. Its last cell is empty: the expert writes the verdict there."""
     body = skill.body[:_BODY_CHARS]
     texts = (query_id, request, skill.skill_id, skill.name, skill.description, body, "")
     return [_cell(text) for text in texts]
@@ -93,7 +98,10 @@ def _verdict_of_cell(text: str | None) -> str | None:
 
 
 def _cell(text: str) -> str:
-    """Return a text that no spreadsheet program runs as a formula."""
+    """Return a text that no spreadsheet program runs as a formula: `=1+1` becomes `'=1+1`.
+
+    The texts are of strangers.
+    """
     return f"'{text}" if text.startswith(_FORMULA_SIGNS) else text
 
 
@@ -110,13 +118,19 @@ def read_sheet(sheet: Path, pairs: Iterable[Pair]) -> dict[Pair, Verdict]:
 
     Args:
         sheet: The CSV file.
-        pairs: Queries and skills that it may judge.
+        pairs: Ids of the queries and skills that the sheet may judge.
+
+    Raises:
+        SkilltrainError: The sheet is not readable, a verdict is unknown, or a row judges another
+            pair, or the same pair as an earlier row.
     """
+    # In the sheet, an id that looks like a formula begins with an apostrophe. Map cells to ids.
     pairs_by_cells = {tuple(map(_cell, pair)): pair for pair in pairs}
     verdicts = {}
     for number, values in enumerate(_read_rows(sheet), 1):
         where = f"{sheet}, row {number}"
         row = validate(SheetRow, values, where)
+        # Remove the pair, so that a second row for the same pair is noticed.
         pair = pairs_by_cells.pop((row.query_id, row.skill_id), None)
         if pair is None:
             problem = f"'{row.skill_id}' is no judged skill of query '{row.query_id}', or repeated"
@@ -127,7 +141,7 @@ def read_sheet(sheet: Path, pairs: Iterable[Pair]) -> dict[Pair, Verdict]:
 
 
 def _read_rows(sheet: Path) -> list[dict[str, Any]]:
-    """Read the rows of a CSV file."""
+    """Read the rows of a CSV file. If a row has too many cells, they get the key `more`."""
     try:
         text = sheet.read_text(encoding="utf-8-sig")
         return list(csv.DictReader(StringIO(text, newline=""), restkey="more"))
@@ -137,13 +151,13 @@ def _read_rows(sheet: Path) -> list[dict[str, Any]]:
 
 
 def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreement]:
-    """Compare the verdicts of each two judges: of the experts, and of the chat model.
+    """Compare the verdicts of each two judges. The judges are the chat model and the experts.
 
     Args:
         sheets: Filled sheets. The path of a sheet is the name of a judge.
         judged: Folder from which the sheets were made.
     """
-    chat_verdicts = {}
+    chat_verdicts = {}  # by query id and skill id
     for query_id, verdict_by_skill in read_verdicts(judged).items():
         for skill_id, verdict in verdict_by_skill.items():
             chat_verdicts[query_id, skill_id] = verdict
@@ -154,9 +168,16 @@ def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreeme
 
 
 def _compare(first: str, second: str, verdicts_by_judge: Mapping[str, Verdicts]) -> JudgeAgreement:
-    """Compare the verdicts of two judges."""
+    """Compare the verdicts of two judges on the skills that both judged.
+
+    Args:
+        first: Name of a judge.
+        second: Name of the other judge.
+        verdicts_by_judge: Verdicts of all judges.
+    """
     other_verdicts = verdicts_by_judge[second]
-    groups = defaultdict(list)  # by query
+    # Pairs of verdicts by query, because the interval of kappa comes from resampled queries.
+    groups = defaultdict(list)
     num_equal = 0
     for pair, verdict in verdicts_by_judge[first].items():
         if pair in other_verdicts:

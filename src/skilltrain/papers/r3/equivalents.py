@@ -94,6 +94,7 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
     skills = {skill.skill_id: skill for skill in read_skills(config.pool)}
     ranked_ids = _ranked_ids(config.rankings)
     judgements = read_table(config.queries, JUDGEMENTS).to_pylist()
+    # The `group` of each judgement. For an equivalent, it is the id of the gold skill.
     group_ids = {(row["query_id"], row["skill_id"]): row["group"] for row in judgements}
     groups = []
     for query, verdicts in select_judged(config.queries, None):
@@ -114,6 +115,7 @@ def _questions(config: Equivalents) -> Questions[Group, list[Skill]]:
                 members = (skills[skill_id], *candidates)
                 groups.append(Group(query.query_id, lang="", skills=members, request=query.text))
 
+    # 0: the number of words of a new request, which this prompt does not ask for.
     render = partial(group_prompt, "equivalents", 0)
     return questions_of(
         config.llm, groups, render, _read, config.seed, _ANSWER_TOKENS, "judging candidates"
@@ -136,5 +138,6 @@ def _read(group: Group, answer: str) -> list[Skill]:
     Raises:
         AnswerError: The answer is no list of numbers, or lists 1, the gold skill.
     """
+    # Skills are counted from 1, and number 1 is the gold skill.
     numbers = read_numbers(answer, range(2, len(group.skills) + 1))
     return [skill for number, skill in enumerate(group.skills, 1) if number in numbers]

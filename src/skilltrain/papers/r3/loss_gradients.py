@@ -218,6 +218,7 @@ def _encoder_part_names(
         valid: Whether the loss counts the score. A score that it does not count has the part "",
             unless its skill is in the list.
     """
+    # At first, every counted skill is an in-batch negative. Then put in the verdicts of each list.
     part_names = np.where(valid, IN_BATCH, "").tolist()
     for names, training_list in zip(part_names, batch, strict=True):
         for skill_id, verdict in zip(training_list.skill_ids, training_list.verdicts, strict=True):
@@ -233,13 +234,14 @@ def _reranker_statistics(step: Any, batch: Sequence[TrainingList]) -> Statistics
     Yields:
         Each part with its statistics.
     """
+    # Score all candidates of all lists.
     pairs = PairsToScore([step.make_pairs(training_list) for training_list in batch])
     with torch.no_grad():
         pair_scores = step(pairs).double().cpu()  # [pair]
 
     # Measure the gradient at the scores. None flows back into the model.
     pair_scores.requires_grad_()
-    scored = list_scores(batch, pair_scores, step.loss.needs.teacher_scores)
+    scored = list_scores(batch, pair_scores, needs_teacher_scores=step.loss.needs.teacher_scores)
     [score_gradients] = torch.autograd.grad(step.loss(scored), scored.scores)  # [query, candidate]
 
     # The part of each score is the verdict on the candidate. Short lists are padded.

@@ -4,15 +4,6 @@ R3's abstracts say that a language model's rejections, which pipelines throw awa
 must not be retrieved together. R3's groups and prompts are not public; the kinds of groups and the
 prompts here are ours. A direction is the language of the request and the language of the skills.
 The anchor is the first skill of a group.
-
-Notes:
-    - If the skills of a group do not fit together, the model writes a request that needs only the
-      anchor.
-    - The hash in the ids of groups allows tables of different runs to be joined.
-    - Orders of groups, anchors and skills depend on the seed and on ids alone.
-    - `_only_nearest` does not use `@`: its sums depend on the processor, and equal skills must be
-      equally near.
-    - A dry run has no requests for the second judge, so texts of their length replace them.
 """
 
 import hashlib
@@ -117,11 +108,15 @@ class Rejections(Stage):
     def run(self, out: Path) -> Summary:
         """Write QUERIES, JUDGEMENTS and DROPPED. Each group is either in QUERIES or in DROPPED.
 
+        The chat model writes a request for each group of skills, and judges the skills. If the
+        skills do not fit together, the model writes a request that needs only the anchor. The
+        anchor is the first skill of the group.
+
         Raises:
             SkilltrainError: No group got a usable answer.
         """
         groups, dropped = _make_groups(self)
-        earlier_requests = set()
+        earlier_requests = set()  # `read_request` adds each new request
         read_answer = partial(read_request, earlier_requests, 2 * self.num_words)
         outcome = ask(_questions(self, self.llm, groups, read_answer))
         dropped += outcome.dropped
@@ -130,6 +125,7 @@ class Rejections(Stage):
             problem = f"made no request for {len(groups)} groups; the first reason: {reason}"
             raise SkilltrainError("nothing-generated", problem)
 
+        # The same model wrote the requests and judged the skills.
         judge = f"llm:{self.llm.model}"
         queries = _make_queries(self, outcome.values, judge)
         requested = [replace(group, request=answer.request) for group, answer in outcome.values]
@@ -143,6 +139,7 @@ class Rejections(Stage):
             "num_queries": len(queries),
             "num_refusals": sum(query.kind == "single" for query in queries),
             "num_dev": sum(query.split == "dev" for query in queries),
+            # From the language of the request to that of the anchor, such as en2zh.
             "by_direction": counted(f"{group.lang}2{group.skills[0].lang}" for group in requested),
             "by_verdict": counted(row.verdict for row in judgements),
             "by_reason": counted(row.reason for row in judgements if row.reason),
@@ -155,8 +152,10 @@ class Rejections(Stage):
         """Count the groups and estimate the cost. Asks no chat model."""
         groups, dropped = _make_groups(self)
         estimates = {"num_groups": len(groups), "dropped": counted(row.filter for row in dropped)}
+        # `read_verdicts` is not called, because an estimate gets no answers.
         estimates |= estimate_cost(_questions(self, self.llm, groups, read_verdicts))
         if self.second_judge is not None:
+            # The requests are not written yet, so a text of the same length replaces them.
             request = "word " * self.num_words
             sample = [replace(group, request=request) for group in groups[: self.num_judged_twice]]
             questions = _questions(self, self.second_judge, sample, read_verdicts)
@@ -221,14 +220,21 @@ class JudgedRequest(GroupVerdicts, frozen=True):
 def _make_queries(
     config: Rejections, answers: Sequence[tuple[Group, JudgedRequest]], judge: str
 ) -> list[Query]:
-    """Return the queries of the groups. The splits dev and train share no skill."""
-    skill_ids = {}
+    """Return the queries of the groups. The splits dev and train share no skill.
+
+    Args:
+        config: Settings.
+        answers: Each group with the model's answer about the group.
+        judge: Name of the model, which wrote the requests.
+    """
+    skill_ids = {}  # by id of the group
     for group, _ in answers:
         skill_ids[group.query_id] = [skill.skill_id for skill in group.skills]
     splits = split_groups(skill_ids, config.dev_share, config.seed)
 
     queries = []
     for group, answer in answers:
+        # After a refusal, the request needs the anchor alone.
         kind = "single" if answer.refusal else "multi"
         split = splits[group.query_id]
         queries.append(Query(group.query_id, answer.request, kind, origin=judge, split=split))
@@ -243,12 +249,16 @@ def _questions(
 ) -> Questions[Group, ValueT]:
     """Return the questions to a chat model, one for each group.
 
+    The model judges the skills of a group for its request. If the groups have no requests yet, the
+    model also writes a request for each group.
+
     Args:
         config: Settings.
         llm: The chat model.
         groups: The groups. Either all groups have a request, or none.
         read: Reads the answer about a group.
     """
+    # Expected number of tokens of an answer.
     answer_tokens = _TOKENS_PER_VERDICT * config.group_size
     has_requests = bool(groups[0].request)
     if not has_requests:
@@ -261,9 +271,9 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
     """Render a prompt about a group.
 
     Args:
-        name: Name of the prompt.
+        name: Name of the prompt, a key of PROMPTS.
         words: Number of words that a new request should have.
-        group: The group.
+        group: The group. If it has no request, the prompt asks the model to write one.
 
     Returns:
         System message and user message.
@@ -271,8 +281,9 @@ def group_prompt(name: str, words: int, group: Group) -> tuple[str, str]:
     paragraphs = []
     has_request = bool(group.request)
     if has_request:
-        paragraphs.append(f"Request: {untrusted_line(group.request, 4000)}")
+        paragraphs.append(f"Request: {untrusted_line(group.request, max_chars=4000)}")
     for number, skill in enumerate(group.skills, 1):
+        # The description is cut to 300 characters.
         paragraphs.append(f"Capability {number}\n{untrusted_skill(skill, 300, _BODY_CHARS)}")
     text = "\n\n".join(paragraphs)
     return render_prompt(PROMPTS[name], text, given=has_request, lang=group.lang, words=words)
@@ -283,6 +294,9 @@ def read_request(
 ) -> JudgedRequest:
     """Read a request and one verdict for each skill in the answer about a group.
 
+    Instead of verdicts, an answer may hold a refusal to combine the skills of the group. Then the
+    request needs the anchor alone, which is the first skill.
+
     Args:
         earlier_requests: Requests that must not be repeated; the new request is added.
         max_words: Largest number of words of a request.
@@ -290,8 +304,10 @@ def read_request(
         answer: Answer of the model, a JSON object.
 
     Raises:
-        AnswerError: The request is not usable.
-        ValueError: The verdicts are not usable.
+        AnswerError: The request has the wrong language, is too long, names a skill, or repeats an
+            earlier request.
+        ValueError: The verdicts are not complete, or require fewer than two skills without a
+            refusal.
     """
     judged = read_object(answer, JudgedRequest)
     is_refusal = judged.refusal is not None
@@ -302,6 +318,7 @@ def read_request(
         raise ValueError(
             f"{num_required} capabilities are required; give two or more, or a refusal"
         )
+    # None: the language is unknown, and may be right.
     if language_of(judged.request) not in (group.lang, None):
         language = language_phrase(group.lang, "the capabilities")
         raise AnswerError("language", f"the request is not in {language}")
@@ -310,7 +327,11 @@ def read_request(
 
 
 def _verdicts_of_refusal(judged: JudgedRequest, group: Group) -> tuple[SkillVerdict, ...]:
-    """Return the verdicts of a refusal: the first skill is required, all others rejected."""
+    """Return the verdicts of a refusal: the first skill is required, all others rejected.
+
+    The first skill of a group is its anchor. Each rejection gets the reason of the refusal, as a
+    class (`reason`) and in words (`why`).
+    """
     required = SkillVerdict(skill=1, verdict=Verdict.REQUIRED)
     rejected = [
         SkillVerdict(skill=number, verdict=Verdict.REJECTED, reason=judged.refusal, why=judged.why)
@@ -353,6 +374,8 @@ def _judge_twice(
 ) -> dict[str, Any]:
     """Let the second judge judge a sample of groups, and write its JUDGEMENTS and DROPPED.
 
+    The second judge sees the same requests and skills, and none of the first judge's verdicts.
+
     Args:
         config: Settings.
         groups: Groups with their requests.
@@ -360,13 +383,15 @@ def _judge_twice(
         out: Folder of the run.
 
     Returns:
-        Kappa and costs of the second judge; {} without a second judge.
+        Kappa, the agreement of both judges, and the costs of the second judge; {} without a second
+        judge.
     """
     if config.second_judge is None:
         return {}
     sample = _shuffled_sample(config, groups)
     outcome = ask(_questions(config, config.second_judge, sample, read_verdicts))
 
+    # Pair the verdicts of both judges, group by group.
     judge = f"llm:{config.second_judge.model}"
     first_verdicts = {(row.query_id, row.skill_id): row.verdict for row in first}
     judgements = []
@@ -385,7 +410,10 @@ def _judge_twice(
 
 
 def _shuffled_sample(config: Rejections, groups: Sequence[Group]) -> list[Group]:
-    """Sample groups for the second judge, with the skills of each group in another order."""
+    """Sample groups for the second judge, with the skills of each group in another order.
+
+    The order of groups and skills depends on the seed and their ids alone.
+    """
     sort_key = partial(stable_number, config.seed)
     sample = sorted(groups, key=lambda group: sort_key("second", group.query_id))
     shuffled = []
@@ -398,6 +426,9 @@ def _shuffled_sample(config: Rejections, groups: Sequence[Group]) -> list[Group]
 def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
     """Make the groups without requests. All directions and kinds take turns.
 
+    A direction is the language of the request and the language of the anchor. The anchor is the
+    first skill of a group.
+
     Returns:
         The groups; the skills and the groups that were left out.
 
@@ -405,15 +436,16 @@ def _make_groups(config: Rejections) -> tuple[list[Group], list[Dropped]]:
         SkilltrainError: A language has no skill, or no group has two skills.
     """
     skills, dropped = _skills_in_languages(config)
-    anchors_by_lang = _shuffled_anchors(config, skills)
+    anchors_by_lang = _shuffled_anchors(config, skills)  # each iterator never ends
     sampler = _GroupSampler(config, skills)
     run_hash = _hash_of_settings(config)
     groups = []
+    # Each turn is a language of the request, a language of the anchor and a kind of group.
     turns = cycle(product(config.languages, config.languages, config.kinds))
     for number, (query_lang, lang, kind) in enumerate(islice(turns, config.num_groups)):
         group_id = f"{kind}-{run_hash}-{number:05}"
         anchor = next(anchors_by_lang[lang])
-        positions = sampler.sample(anchor, kind, group_id)
+        positions = sampler.sample(anchor, kind, group_id)  # of the other skills
         if positions:
             members = tuple(skills[position] for position in (anchor, *positions))
             groups.append(Group(group_id, query_lang, members))
@@ -445,7 +477,10 @@ def _skills_in_languages(config: Rejections) -> tuple[list[Skill], list[Dropped]
 
 
 def _hash_of_settings(config: Rejections) -> str:
-    """Return a short hash of the model and of all settings that decide a group."""
+    """Return a short hash of the model and of all settings that decide a group.
+
+    The hash is a part of each group id, so that the tables of different runs can be joined.
+    """
     settings = config.model_dump_json(
         include={"seed", "kinds", "languages", "group_size", "num_words"}
     )
@@ -455,7 +490,9 @@ def _hash_of_settings(config: Rejections) -> str:
 def _shuffled_anchors(
     config: Rejections, skills: Sequence[Skill]
 ) -> dict[str | None, Iterator[int]]:
-    """Return the positions of the skills of each language, in a random order without end.
+    """Return the anchors of the groups for each language, in a random order without end.
+
+    An anchor is the position of the skill that comes first in a group.
 
     Args:
         config: Settings.
@@ -466,6 +503,7 @@ def _shuffled_anchors(
     """
 
     def sort_key(position: int) -> int:
+        """Return a number that depends on the seed and the skill alone."""
         return stable_number(config.seed, "anchor", skills[position].skill_id)
 
     positions_by_lang: dict[str | None, list[int]] = {lang: [] for lang in config.languages}
@@ -485,7 +523,7 @@ class _GroupSampler:
     """Samples the skills that join an anchor in a group, independently of earlier groups."""
 
     def __init__(self, config: Rejections, skills: Sequence[Skill]) -> None:
-        self.num_others = config.group_size - 1
+        self.num_others = config.group_size - 1  # skills besides the anchor
         self.seed = config.seed
         self.vectors = open_encoder(config.encoder).encode_skills(skills)
         self.names = np.array([name_key(skill.name) for skill in skills])
@@ -497,7 +535,9 @@ class _GroupSampler:
 
         Args:
             anchor: Position of the anchor.
-            kind: Kind of the group.
+            kind: `category`: skills of the anchor's category. `across`: of other categories.
+                `neighbours`: the nearest skills. `languages`: the nearest skills, half of them in
+                another language.
             group_id: Id of the group, which seeds the sample.
 
         Returns:
@@ -506,20 +546,24 @@ class _GroupSampler:
         other_name = self.names != self.names[anchor]  # [skill]
         same_lang = self.langs == self.langs[anchor]  # [skill]
         same_category = self.categories == self.categories[anchor]  # [skill]
+
+        # Find the allowed skills in the language of the anchor.
         allowed = other_name & same_lang  # [skill]
         if kind == "category":
-            has_category = self.categories != ""
+            has_category = self.categories != ""  # [skill], "" is an unknown category
             allowed &= same_category & has_category
         elif kind == "across":
             allowed &= ~same_category
-        else:
+        else:  # neighbours or languages
             allowed = self._only_nearest(anchor, allowed)
         if kind != "languages":
             return self._draw(allowed, self.num_others, group_id)
 
+        # Half of the skills, rounded up, are in another language.
         allowed_foreign = self._only_nearest(anchor, other_name & ~same_lang)  # [skill]
         num_foreign = (self.num_others + 1) // 2
-        foreign = self._draw(allowed_foreign, num_foreign, f"{group_id}/far")
+        # The suffix gives this sample a seed of its own.
+        foreign = self._draw(allowed_foreign, num_foreign, key=f"{group_id}/far")
         if not foreign:
             return []
         num_same_lang = self.num_others - len(foreign)
@@ -527,9 +571,10 @@ class _GroupSampler:
 
     def _only_nearest(self, anchor: int, allowed: SkillMask) -> SkillMask:
         """Restrict the mask `allowed` to the skills nearest to the anchor."""
+        # Not `@`: its sums depend on the processor, and equal skills must be equally near.
         cosines = (self.vectors * self.vectors[anchor]).sum(axis=1)  # [skill]
         similarities = np.where(allowed, cosines, -np.inf)  # [skill]
-        num_nearest = _NEAREST_FACTOR * self.num_others
+        num_nearest = _NEAREST_FACTOR * self.num_others  # more than needed, to sample from
         nearest = np.argsort(-similarities, kind="stable")[:num_nearest]
         is_nearest = np.isin(np.arange(len(allowed)), nearest)  # [skill]
         return allowed & is_nearest

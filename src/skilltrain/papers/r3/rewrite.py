@@ -99,13 +99,14 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
 
     def render(item: Rewriting) -> tuple[str, str]:
         """Return the system message and the user message for a query."""
+        # The new text must not name the skills that answer the query.
         names = "; ".join(untrusted_line(skill.name) for skill in item.golds) or "(none)"
-        text = untrusted_text(item.query.text, 4000)
+        text = untrusted_text(item.query.text, max_chars=4000)
         return render_prompt(PROMPTS["rewrite"], text, style=style, names=names)
 
     def read_new_text(item: Rewriting, answer: str) -> str:
         """Return the new text in an answer. Raises AnswerError if it is not usable."""
-        text = item.query.text
+        text = item.query.text  # the old text
         if config.style == "terse":
             max_words = MAX_TERSE_WORDS
         else:
@@ -118,6 +119,7 @@ def _questions(config: Rewrite) -> Questions[Rewriting, str]:
             raise AnswerError("language", "it is in another language than the query")
         return usable_query(answer, forbidden_texts, max_words, item.golds)
 
+    # The estimate of the cost assumes that a new text is as long as the old text.
     mean_words = sum(num_words(item.query.text) for item in items) / len(items)
     num_tokens = round(TOKENS_PER_WORD * mean_words)
     return questions_of(

@@ -3,13 +3,6 @@
 The filter "relevancy" judges all candidates in one answer. The filter "specificity" judges each
 relevant candidate in an answer of its own. The prompts are our own. Candidates are untrusted
 (llm/untrusted.py): an answer can only admit one of them.
-
-Notes:
-    - If the model is down, or the first answer for a query is not usable, the first candidates of
-      the query are admitted, with a warning.
-    - A relevant skill without a usable answer of the second filter is admitted.
-    - One `LLM` counts the budget, the tokens and the cost of both filters.
-    - Without the second filter nothing is asked, and its counts are 0.
 """
 
 import re
@@ -90,35 +83,48 @@ class Admit(Chooser):
     """A chat model that admits candidates. `counts` also counts what each filter accepted."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the admitted candidates among the first `keep` of each query."""
+        """Return the admitted candidates among the first `keep` of each query.
+
+        The first filter, relevancy, judges all candidates of a query. The second, specificity,
+        judges each relevant candidate. If the model is down, or the first answer for a query is not
+        usable, the first candidates of the query are admitted, with a warning.
+        """
         assert candidates is not None, "a chat model needs candidates"
-        llm = LLM(self.config.llm)
+        llm = LLM(self.config.llm)  # one for both filters, because it counts the budget
         relevancy = self.ask_model(llm, queries, candidates, keep)
         admitted_ids = self._filter_by_specificity(llm, relevancy)
         rankings = {}
         for query in queries:
             query_id = query.query_id
             ranking = candidates[query_id][:keep]
+            # Without a usable answer for the query, its first candidates are admitted.
             if query_id in admitted_ids:
                 allowed_ids = admitted_ids[query_id]
                 ranking = [candidate for candidate in ranking if candidate[0] in allowed_ids]
-            rankings[query_id] = ranking[: self.config.most]
+            rankings[query_id] = ranking[: self.config.most]  # largest number of admitted skills
         return rankings
 
     def _filter_by_specificity(
         self, llm: LLM, relevancy: Outcome[Ask, list[Skill]]
     ) -> dict[str, set[str]]:
-        """Drop the relevant skills that the model does not find specific, and count both filters.
+        """Ask the chat model about each relevant skill, and drop those that are not specific.
+
+        A specific skill holds knowledge that spares the agent search and trial. An unspecific skill
+        holds only general method.
+
+        A relevant skill without a usable answer is admitted. For each of the two filters, `counts`
+        gets the number of skills that it accepted and the number that it judged.
 
         Args:
             llm: The chat model.
-            relevancy: Relevant skills by query, for queries with a usable answer.
+            relevancy: Answers of the first filter: the relevant skills of each query. Queries
+                without a usable answer are not among them.
 
         Returns:
             Ids of the admitted skills by query id.
         """
-        asks = []
-        admitted_ids = {}
+        asks = []  # a question for each relevant skill
+        admitted_ids = {}  # at first all relevant skills
         for item, skills in relevancy.values:
             for skill in skills:
                 asks.append(self.config.make_ask(item.query, [skill], skill_id=skill.skill_id))
@@ -126,14 +132,19 @@ class Admit(Chooser):
         num_relevant = len(asks)
         num_judged = sum(len(item.choices) for item, _ in relevancy.values)
 
+        # If the settings leave this filter out, no question is asked. Its counts are then 0.
         if not self.config.specificity:
             asks = []
         questions = questions_of(self.config, llm, _SPECIFICITY_PROMPT, asks)
+        # drop_if_down: if the server is down, questions have no answer, and the stage goes on.
         specificity = ask_all(questions, drop_if_down=True)
         for item, is_specific in specificity.values:
             if not is_specific:
                 admitted_ids[item.query_id].remove(item.skill_id)
+
+        # Count the accepted and the judged skills of each filter.
         num_specific = sum(is_specific for _, is_specific in specificity.values)
+        # Both filters use `llm`, so its counts of tokens and dollars include the first filter.
         self.counts |= specificity.used
         self.counts["accepted"] = {
             "relevancy": (num_relevant, num_judged),

@@ -3,18 +3,6 @@
 Source: SkillFlow, sections 4.2 and A.3. An input file holds one JSON object per line, with the keys
 of `Trial`. Values are computed for each task first, then averaged over the tasks, with the
 bootstrap and the tests that rankings have.
-
-With n trials of a task, c of them passed (Chen et al., 2021):
-
-- Pass@k = 1 - C(n - c, k) / C(n, k): probability that one of k trials passes.
-- Pass^k = C(c, k) / C(n, k): probability that all of k trials pass.
-
-Notes:
-    - Pass@k needs k trials of every task, so the smallest number of trials is the largest k.
-    - Each condition is averaged by itself, because conditions have different measures. A condition
-      without skills has no use rate, for example.
-    - A measure that no trial has data for is absent.
-    - A retrieved alternative counts as the gold skill that it replaces.
 """
 
 from collections import Counter
@@ -74,12 +62,13 @@ def read_trials(path: Path, excluded_tasks: Collection[str] = ()) -> list[Trial]
     """Read the trials of a JSON Lines file. Unknown keys are ignored.
 
     Args:
+        path: The file.
         excluded_tasks: Tasks whose trials are left out.
 
     Raises:
         SkilltrainError: A row is no trial, a trial appears twice, or there is no trial.
     """
-    trials = {}
+    trials = {}  # by condition, task and number of the trial
     for where, row in read_jsonl(path):
         trial = validate(Trial, row, where)
         key = (trial.condition, trial.task, trial.trial)
@@ -114,10 +103,13 @@ def agent_results(
 ) -> AgentResults:
     """Compute the results of all conditions.
 
+    A trial is one run of an agent on one task. A condition is the set of skills that the agent had.
+
     Args:
         trials: Trials of all conditions.
         gold: Skills that each task needs, by task.
-        ceiling: Condition with the gold skills, if any.
+        ceiling: Name of the condition in which the agent had the gold skills; None without such
+            a condition.
 
     Raises:
         SkilltrainError: Conditions have different tasks, or `ceiling` is no condition.
@@ -128,15 +120,19 @@ def agent_results(
         fix = f"give one of {', '.join(conditions)}"
         raise SkilltrainError("unknown-choice", f"there is no condition '{ceiling}'", fix=fix)
 
+    # Average each condition by itself, because conditions have different measures. For example, a
+    # condition without skills has no use rate.
     tasks = shared_query_ids(results)
     means = {}
     for result in results:
         measures = dict.fromkeys(chain.from_iterable(result.per_query.values()))
         means |= means_of([result], tasks, list(measures))
 
+    # Compare the conditions with the first condition, and with the ceiling.
     pairs = [(conditions[0], condition) for condition in conditions[1:]]
     comparisons = compare(results, pairs, [MAIN_MEASURE])
     pass_rates = {condition: row[MAIN_MEASURE].mean for condition, row in means.items()}
+    # Divide each pass rate by that of the ceiling. Without a ceiling, there are no shares.
     shares_of_ceiling = {}
     if ceiling and pass_rates[ceiling]:
         shares_of_ceiling = {name: rate / pass_rates[ceiling] for name, rate in pass_rates.items()}
@@ -144,12 +140,19 @@ def agent_results(
 
 
 def _results_by_task(trials: Sequence[Trial], gold: Mapping[str, Relevance]) -> list[SystemResult]:
-    """Compute the measures of each task, in a result for each condition."""
+    """Compute the measures of each task, in a result for each condition.
+
+    Args:
+        trials: Trials of all conditions.
+        gold: Skills that each task needs, by task.
+    """
+    # Group the trials by condition, then by task.
     trials_by_condition = {}
     for trial in trials:
         trials_by_task = trials_by_condition.setdefault(trial.condition, {})
         trials_by_task.setdefault(trial.task, []).append(trial)
 
+    # Pass@k needs k trials of every task, so the smallest number of trials is the largest k.
     max_k = min(Counter((trial.condition, trial.task) for trial in trials).values())
     results = []
     for condition, trials_by_task in trials_by_condition.items():
@@ -157,7 +160,8 @@ def _results_by_task(trials: Sequence[Trial], gold: Mapping[str, Relevance]) -> 
             task: task_values(task_trials, max_k, gold.get(task))
             for task, task_trials in trials_by_task.items()
         }
-        results.append(SystemResult(condition, values, {}))
+        # The statistics are those of rankers. An agent has no rankings.
+        results.append(SystemResult(condition, values, rankings={}))
     return results
 
 
@@ -166,10 +170,18 @@ def task_values(
 ) -> dict[str, float]:
     """Compute the measures of one task from its trials.
 
+    n is the number of trials, and c the number of trials that passed (Chen et al., 2021):
+
+    - Pass@k = 1 - C(n - c, k) / C(n, k): probability that one of k trials passes.
+    - Pass^k = C(c, k) / C(n, k): probability that all of k trials pass.
+
     Args:
         trials: Trials of the task.
-        max_k: Largest k of Pass@k and Pass^k.
-        relevance: Skills that the task needs, if known.
+        max_k: Largest k. Every task must have at least this many trials.
+        relevance: Skills that the task needs (gold), if known.
+
+    Returns:
+        Value by measure. A measure that no trial has data for is absent.
     """
     num_trials = len(trials)
     num_passed = sum(trial.passed for trial in trials)
@@ -179,6 +191,7 @@ def task_values(
     for k in range(2, max_k + 1):
         values[f"Pass^{k}"] = comb(num_passed, k) / comb(num_trials, k)
 
+    # Average the other values over the trials that have data. None: the trial has no data.
     retrieved = [trial.retrieved for trial in trials if trial.retrieved is not None]
     values_of_trials = {
         "used a skill": [bool(trial.used) for trial in trials if trial.used is not None],
@@ -195,9 +208,15 @@ def task_values(
 
 
 def _gold_shares(retrieved: Sequence[Sequence[str]], relevance: Relevance) -> list[float]:
-    """Return the share of the gold skills that each trial retrieved."""
+    """Return the share of the gold skills that each trial retrieved.
+
+    Args:
+        retrieved: Ids of the skills that the agent got in each trial.
+        relevance: The gold skills, which the task needs, and their alternatives.
+    """
     gold_shares = []
     for skill_ids in retrieved:
+        # A retrieved alternative counts as the gold skill that it replaces.
         gold_ids = resolve_alternatives(skill_ids, relevance).gold
         num_retrieved = len(gold_ids.intersection(skill_ids))
         gold_shares.append(num_retrieved / len(relevance.gold))

@@ -1,15 +1,6 @@
 """Query expansion: a chat model writes search queries for each task, and a ranker answers them.
 
 Source: SkillFlow, appendix A.2. The prompts are our own.
-
-Notes:
-    - A task without a usable answer is its own query.
-    - Each further attempt has a higher temperature. A task that fails is asked about again: once
-      for each query, one query at a time, again at rising temperatures (SkillFlow, A.2).
-    - One `LLM` counts the tokens and the cost of both rounds of questions.
-    - A search of the whole pool leaves out skills that do not match the query at all.
-    - `read_queries` reads one character more than allowed, so that a longer text is noticed.
-    - With `join: mean`, a ranking that lacks a skill counts with its lowest score.
 """
 
 from collections.abc import Sequence
@@ -101,13 +92,15 @@ class Expand:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Let the model write queries for each task, and return the `keep` best skills for them.
 
+        If the model writes no usable query for a task, the task itself is the query.
+
         Args:
             queries: The tasks.
             candidates: Skills to rank for each task; None for the whole pool.
-            keep: Number of skills for each task.
+            keep: Number of skills to return for each task.
         """
         texts_by_task = self._write(queries)
-        task_ids = {}  # by id of the written query
+        task_ids = {}  # id of the task by id of the written query
         written = []
         for task in queries:
             texts = texts_by_task.get(task.query_id, [task.text])
@@ -116,14 +109,17 @@ class Expand:
                 task_ids[query_id] = task.query_id
                 written.append(replace(task, query_id=query_id, text=text))
 
+        # Rank skills for every written query.
         if candidates is not None:
             candidates = {query_id: candidates[task_id] for query_id, task_id in task_ids.items()}
         ranker_config = self.config.of
         depth = keep if ranker_config.keep is None else ranker_config.keep
         answers = self.ranker.rank(written, candidates, depth)
+        # In a search of the whole pool, leave out skills that do not match the query at all.
         if candidates is None:
             answers = {query_id: ranker_config.matches(answers[query_id]) for query_id in task_ids}
 
+        # Join the rankings of each task.
         rankings = {task.query_id: [] for task in queries}
         for query_id, task_id in task_ids.items():
             rankings[task_id].append(answers[query_id])
@@ -138,15 +134,17 @@ class Expand:
         Returns:
             Written queries by task id, for tasks with a usable answer.
         """
-        llm = LLM(self.config.llm)
+        llm = LLM(self.config.llm)  # for both rounds of questions: it counts their tokens and cost
         questions = _questions(self.config, llm, self.config.count, queries)
-        estimate_cost(questions)
+        estimate_cost(questions)  # prints the cost
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
         values = outcome.values
+        # Ask again about failed tasks, for one query at a time: that is easier (SkillFlow, A.2).
         is_down = "down" in self.counts["unusable"]
         if self.config.count > 1 and outcome.dropped and not is_down:
             values = [*values, *self._write_single(llm, queries, outcome.dropped)]
+        # A task may have several answers now, and they may hold equal queries.
         texts_by_task = {}
         for item, texts in values:
             task_texts = texts_by_task.get(item.query_id, [])
@@ -156,15 +154,25 @@ class Expand:
     def _write_single(
         self, llm: LLM, queries: Sequence[Query], dropped: Sequence[Dropped]
     ) -> list[tuple[Ask, list[str]]]:
-        """Ask the model for one query at a time for each dropped task, and update the counts."""
+        """Ask the model for one query at a time for each dropped task, and update the counts.
+
+        Each task is asked about once for each query that it should get, at rising temperatures, so
+        that the answers differ.
+
+        Args:
+            llm: The chat model, whose counts continue.
+            queries: All tasks.
+            dropped: Rows of DROPPED for the tasks without a usable answer.
+        """
         failed_ids = {row.query_id for row in dropped}
         failed = [query for query in queries if query.query_id in failed_ids]
         values = []
         for number in range(self.config.count):
+            # Ask for one query per task.
             questions = _questions(self.config, llm, 1, failed, number * _TEMPERATURE_STEP)
             outcome = ask_all(questions, drop_if_down=True)
             values += outcome.values
-            self.counts |= outcome.used
+            self.counts |= outcome.used  # totals of `llm`, with the tokens of earlier questions
 
         num_answered = len({item.query_id for item, _ in values})
         self.counts["num_single"] = num_answered
@@ -177,7 +185,8 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
 
     Args:
         rankings: One ranking per query. Empty rankings are ignored.
-        join: How to score a skill, see `ExpandConfig.join`.
+        join: How to score a skill. `union` and `max` mean the same: its best score. `mean`: its
+            mean score over the rankings. `rrf`: see `fuse`.
     """
     if join == "rrf" and len(rankings) > 1:
         return fuse(rankings, (1.0,) * len(rankings), "rrf")
@@ -191,6 +200,7 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
             if skill_id in table:
                 scores.append(table[skill_id])
             elif join == "mean":
+                # A ranking that lacks the skill counts with its lowest score.
                 scores.append(lowest_score)
         joined_scores[skill_id] = fmean(scores) if join == "mean" else max(scores)
     return sorted(joined_scores.items(), key=lambda pair: -pair[1])
@@ -214,10 +224,13 @@ def _questions(
     """
     question = _ONE if count == 1 else _SEVERAL.format(count=count)
     read = partial(read_queries, count)
-    prompt = Prompt(_SYSTEM, question, read, 16 * count, "writing search queries")
+    prompt = Prompt(
+        _SYSTEM, question, read, answer_tokens=16 * count, description="writing search queries"
+    )
     questions = questions_of(config, llm, prompt, [Ask(query) for query in queries])
 
     def temperature_of(attempt: int) -> float:
+        """Return what an attempt, counted from 0, adds to the temperature of the settings."""
         return added_temperature + attempt * _TEMPERATURE_STEP
 
     return replace(questions, added_temperature=temperature_of)
@@ -226,10 +239,16 @@ def _questions(
 def read_queries(count: int, ask: Ask, answer: str) -> list[str]:
     """Read up to `count` different queries in an answer: one as plain text, several as JSON.
 
+    Args:
+        count: Number of queries that the model should write.
+        ask: The question, which is not used.
+        answer: Answer of the model.
+
     Raises:
         AnswerError: There is no query, or one is too long.
     """
     texts = [answer.strip("\"'`“” \n")] if count == 1 else read_texts(answer)
+    # Read one character more than allowed, so that a longer text is noticed.
     lines = dict.fromkeys(untrusted_line(text, _MAX_CHARS + 1) for text in texts)
     queries = [line for line in lines if line][:count]
     if not queries or max(map(len, queries)) > _MAX_CHARS:
