@@ -210,7 +210,7 @@ class OneOf:
         Args:
             base: Base class of the plug-ins.
             value: Settings of the section. A value that is no map, such as a plug-in's object, is
-                returned as it is.
+                returned without a check.
 
         Returns:
             The settings as an object of the plug-in's class.

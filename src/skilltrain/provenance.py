@@ -42,7 +42,7 @@ def provenance_of(config: BaseModel) -> dict[str, Any]:
     """
     # The commit is a hash. `-dirty` follows it if tracked files have changed.
     commit, _, dirty = checkout_commit().partition("-")
-    # Of the models that this process has loaded, record those that the settings name.
+    # Record the loaded models of the Hub whose names are in the settings.
     texts = {value for value in _values_in(config) if isinstance(value, str)}
     hub_models = sorted(name for name in HUB_REVISIONS if name in texts)
     return {

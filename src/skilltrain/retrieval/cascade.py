@@ -29,7 +29,7 @@ class SystemConfig(Config):
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
-        """Check that the first ranker can search the pool, and so can all rankers that it joins."""
+        """Check that the first ranker, and each ranker that it is made of, can search the pool."""
         for ranker in flatten_rankers(self.rankers[:1]):
             if ranker.only_orders:
                 raise ValueError(
@@ -215,8 +215,8 @@ class Cascade:
                 problem = f"ranker {len(rankers)}, {ranker.kind}, gave scores that are no numbers"
                 raise SkilltrainError("not-a-number", problem, where=f"system {system_name}")
 
-        # Keep the run for later systems. A model in training changes, so it must run again, and so
-        # must all rankers after it.
+        # Keep the run for later systems. A model in training changes, so that the model and all
+        # rankers after it must run again.
         depends_on_training = any(member.is_in_training for member in flatten_rankers(rankers))
         if not depends_on_training:
             # Free the rankings of the single rankers that a fusion combined. Nobody needs them.
@@ -307,6 +307,7 @@ def run_systems(
     check_systems(systems)
     if systems and not skills:
         raise SkilltrainError("empty-pool", "the pool is empty")
+    # The cascade keeps the runs of rankers that several systems begin with.
     cascade = Cascade(queries, skills, depth)
     stages = {}
     for number, system in enumerate(systems, 1):

@@ -145,8 +145,8 @@ def _z_scores(ranking: Ranking, skill_ids: Sequence[str]) -> Float64[np.ndarray,
     score_by_id = dict(ranking)
     lowest = min(score_by_id.values(), default=0.0)
     scores = np.array([score_by_id.get(skill_id, lowest) for skill_id in skill_ids])
-    # `ptp` is the difference between the highest and the lowest score. If it is only a rounding
-    # error, the division by the standard deviation would blow it up.
+    # `ptp` is the difference between the highest and the lowest score. If this difference is only a
+    # rounding error, the division by the standard deviation would make it large.
     if np.ptp(scores) <= 1e-12 * np.abs(scores).max():
         return np.zeros_like(scores)
     return (scores - scores.mean()) / scores.std()

@@ -302,7 +302,7 @@ class Late:
             texts: Token ids of each text.
         """
         for group in micro_batches([len(text) for text in texts], self.token_budget):
-            # The second argument is the number of token vectors: those of the longest text.
+            # The second argument is the number of token vectors of each text: the longest length.
             batch = [texts[position] for position in group]
             rows = self.encoder.with_tokens(batch, max(map(len, batch)))  # [text, row, dim]
             for position, row in zip(group, rows, strict=True):

@@ -294,7 +294,7 @@ class VectorIndex:
             yield self.chunks.scores(vectors, np.full(len(candidates), row), candidates)
 
     def best_chunk(self, query: str, position: int) -> int | None:
-        """Return the number of the skill's chunk nearest to a query; None if it has only one.
+        """Return the number of the skill's chunk nearest to a query; None for a single chunk.
 
         Args:
             query: The query.

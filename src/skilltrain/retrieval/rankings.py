@@ -113,7 +113,7 @@ class SavedRankings:
 def read_rankings(path: Path, stage: str | None) -> Rankings:
     """Read the rankings of one stage from a RANKINGS table.
 
-    A table may hold the rankings of several stages, such as those of a system's single rankers.
+    A table may hold the rankings of several stages, such as the rankings of several systems.
 
     Args:
         path: The table, or its folder.

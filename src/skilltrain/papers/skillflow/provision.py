@@ -92,8 +92,8 @@ def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
 
     Args:
         skill: The skill.
-        flagged: What happens to a skill that the safety screening flags. `leave_out` does not
-            write it, `use` writes every skill without a screening.
+        flagged: What happens to a skill that the safety screening flags. `leave_out` leaves the
+            skill out. `use` takes every skill, without a screening.
 
     Returns:
         The files; None for a flagged skill that is left out.

@@ -84,7 +84,7 @@ class Attention(Analysis):
         if not rerankers:
             problem = "is measured in rerankers, and no system has one"
             raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.attention")
-        # Pair each query with the first of the skills that it needs (gold skills).
+        # Pair each query with its first gold skill (a skill that the query needs).
         pairs = []
         for task in inputs.benchmark.tasks[: self.num_queries]:
             skill_id = gold_in_pool(task.relevance, inputs.skills)[0]
@@ -117,7 +117,7 @@ class PassRates(Analysis):
 
     def analyse_results(self, report: Report) -> list[Row]:
         """Estimate the pass rates of agents, from each system's means over all queries."""
-        # The pass rates of the paper's agents were measured with SkillRouter's tasks only.
+        # The agents' own pass rates are known only for the tasks of SkillRouter's benchmark.
         if any(task.query.origin != ORIGIN for task in report.benchmark.tasks):
             return []
         return pass_rates(report.overall.means)

@@ -155,7 +155,7 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
     distractor_trigrams = []  # of the distractors that are already accepted; `read` adds to them
 
     def read(item: Distractor, answer: str) -> Skill:
-        """Read a distractor from an answer of the chat model, and check that it is new.
+        """Read a distractor from an answer of the chat model, and check that the skill is new.
 
         Raises:
             AnswerError: The body is too short or too long, or the skill copies another skill.

@@ -163,7 +163,7 @@ class Planner:
         for task in tasks:
             if isinstance(decomposer, WholeConfig):
                 rounds[task.query_id] = [Round((one_line(task.text),))]
-            # Rules plan all tasks if there is no model, and otherwise the tasks that it failed.
+            # Without a model, rules plan all tasks, and else the tasks that the model failed.
             elif task.query_id not in rounds:
                 rounds[task.query_id] = [Round(steps_by_rules(task.text))]
         return rounds, failures
@@ -245,7 +245,7 @@ class Planner:
             candidates_by_rank = chain.from_iterable(zip_longest(*rankings))
             hint_ids = dict.fromkeys(pair[0] for pair in candidates_by_rank if pair)
             hints = tuple(hint_ids)[:max_hints]
-            # Compare the hints with those of the previous round. The first round has none.
+            # Compare the hints with the previous round's hints. The first round has no similarity.
             task_rounds = rounds[task.query_id]
             jaccard = None
             if len(task_rounds) > 1:

@@ -198,6 +198,7 @@ class Plans(Stage):
     def dry_run(self) -> Summary:
         """Count the tasks and estimate the cost of each chat model's first requests."""
         benchmark, _, pool = _open(self)
+        # The estimate leaves out skills that a request shows, because nothing is retrieved here.
         asks = [Ask(task.query) for task in benchmark.tasks]
         costs = {}
         for planner in self.planners:
@@ -237,7 +238,13 @@ def _slice_rows(slices: SlicesByPlanner) -> dict[str, list[dict[str, Any]]]:
 
 
 def _write_rows(results: Sequence[SystemResult], plans: PlansByPlanner, out: Path) -> None:
-    """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
+    """Write per_query.jsonl and plans.jsonl: a row for each planner and task.
+
+    Args:
+        results: Values of each planner's plans by query id and measure, for per_query.jsonl.
+        plans: Plans of all tasks by planner, for plans.jsonl.
+        out: Folder of the run.
+    """
     scores = []
     for result in results:
         for query_id, values in result.per_query.items():
@@ -397,9 +404,9 @@ def _labels(
 def _groups(results: Sequence[SystemResult]) -> list[dict[str, Any]]:
     """Return CatR@1 of each planner and the first one, by who has the right number of steps.
 
-    The groups of tasks are those that a planner fixes (only the planner has the right number),
-    those that it breaks (only the first planner), and those that both have right or wrong. Tasks
-    without these measures are left out.
+    A planner is compared with the first planner, in up to four groups of tasks: fixed (only the
+    planner has the right number), broken (only the first planner has the right number), both right,
+    and both wrong. Tasks without these measures are left out.
 
     Args:
         results: Values of all planners. The first planner is the baseline.
@@ -482,7 +489,7 @@ def _round_means(
     """
     counts = [len(each.texts) for each in rounds]
     is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
-    # Similarity of the hints to those of the previous round. The first round has no previous one.
+    # Similarity of the hints to the previous round's hints. The first round has no similarity.
     jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
     retrieved = find_each(find, [each.texts for each in rounds], keep=1)
     recalls = _category_recalls(tasks, retrieved, skills)
