@@ -44,8 +44,8 @@ def system_of(rankers: Any) -> SystemConfig:
 
     Args:
         rankers: A ranker, a list of rankers, their YAML, or a system. A ranker is a dict of its
-            settings, or only its kind, such as `lexical`. For example, "[lexical, dense]" is the
-            YAML of two rankers.
+            settings, or only its kind, such as `lexical`. For example, the YAML
+            "[lexical, {kind: late, source: MODEL}]" has two rankers.
 
     Raises:
         SkilltrainError: A ranker is unknown, or has wrong settings.
