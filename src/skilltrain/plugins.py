@@ -113,7 +113,11 @@ LOADED: dict[str, str] = {}
 def plugin_paths(kind: str) -> dict[str, str]:
     """Return the import path of each plug-in of a kind, by its name.
 
-    Plug-ins of this package come first.
+    Plug-ins of this package come first. Plug-ins of other packages are found by their entry points,
+    which have names such as `ranker.mine`.
+
+    Args:
+        kind: Kind of plug-in, a key of BUILT_IN, such as `ranker`.
 
     Raises:
         SkilltrainError: Two packages use the same name.
@@ -123,6 +127,7 @@ def plugin_paths(kind: str) -> dict[str, str]:
         entry_kind, _, name = entry.name.partition(".")
         if entry_kind != kind:
             continue
+        # `entry.value` is the import path. A package that is installed twice gives equal paths.
         if name in paths and paths[name] != entry.value:
             problem = f"two packages have a {kind} '{name}': {paths[name]} and {entry.value}"
             raise SkilltrainError(
@@ -143,13 +148,14 @@ def load_plugin(kind: str, name: str) -> Any:
         SkilltrainError: There is no such plug-in, or it cannot be imported.
     """
     paths = plugin_paths(kind)
-    path = name if ":" in name else paths.get(name)
+    path = name if ":" in name else paths.get(name)  # only an import path has a colon
     if path is None:
         raise SkilltrainError(
             "unknown-plugin", f"unknown {kind} '{name}'; choose from {', '.join(paths)}"
         )
     plugin = import_path(path)
     if name not in BUILT_IN[kind]:
+        # Remember the module, because the record of a run holds a fingerprint of its source.
         module, _, _ = path.partition(":")
         LOADED[name] = module
     return plugin
@@ -203,7 +209,15 @@ class OneOf:
 
         Args:
             base: Base class of the plug-ins.
-            value: Settings of the section. A value that is no map is returned.
+            value: Settings of the section. A value that is no map, such as a plug-in's object, is
+                returned without a check.
+
+        Returns:
+            The settings as an object of the plug-in's class.
+
+        Raises:
+            PydanticCustomError: The section names no plug-in, an unknown one, or a forbidden one.
+            ValueError: The plug-in cannot be imported, or is of another class.
         """
         if not isinstance(value, Mapping):
             return value
@@ -215,17 +229,20 @@ class OneOf:
             plugin = chosen_plugin(self.kind, name)
             if not (isinstance(plugin, type) and issubclass(plugin, base)):
                 raise ValueError(f"{name} is no subclass of {base.__module__}.{base.__name__}")
+            # A class that lacks a method of its base class cannot be used.
             if inspect.isabstract(plugin):
                 raise ValueError(f"{name} has no {', '.join(sorted(plugin.__abstractmethods__))}")
             if self._allows(plugin):
                 return self._validate(plugin, value)
-        context["tag"] = name  # unknown, or not allowed here
+        # A plug-in that is not allowed here is reported as unknown, too.
+        context["tag"] = name
         raise PydanticCustomError("union_tag_invalid", "unknown {discriminator} {tag}", context)
 
     def _validate(self, plugin: type[BaseModel], value: Mapping[str, Any]) -> BaseModel:
         """Validate the settings of a section with the class of its plug-in.
 
-        The class accepts only its own name. Therefore an import path is replaced by this name, and
+        For example, the field `kind: Literal["dense"]` of a class has the name `dense`. The class
+        accepts only its own name. Therefore an import path is replaced by this name, and
         put back after the validation.
         """
         name = value[self.tag]
@@ -237,7 +254,10 @@ class OneOf:
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        """Return pydantic's schema of the base class `source`, with `_choose` in front of it."""
+        """Return pydantic's schema of the base class `source`, with `_choose` in front of it.
+
+        Pydantic calls this method for an annotation `Annotated[source, OneOf(...)]`.
+        """
         choose = partial(self._choose, source)
         return core_schema.no_info_before_validator_function(choose, handler(source))
 
@@ -245,11 +265,14 @@ class OneOf:
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
         """Return a JSON Schema that allows each plug-in, and any section with an import path."""
+        # Only an import path, `package.module:Class`, has a colon.
         path_schema = {
             "type": "object",
             "properties": {self.tag: {"type": "string", "pattern": ":"}},
             "required": [self.tag],
         }
         schemas = [plugin.__pydantic_core_schema__ for plugin in self.classes()]
-        union = handler(core_schema.union_schema([*schemas]))  # references to `$defs`
+        # Pydantic moves the members of a union to `$defs`, and leaves references to them here. A
+        # union with a single member becomes this member, without `anyOf`.
+        union = handler(core_schema.union_schema([*schemas]))
         return {"oneOf": [*union.get("anyOf", [union]), path_schema]}

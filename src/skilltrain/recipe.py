@@ -17,6 +17,8 @@ from skilltrain.stage import load_stage
 def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> None:
     """Run a recipe file. The last line of the file calls this function.
 
+    A recipe file is YAML, and a Python program as well, so that `accelerate launch` can run it.
+
     Args:
         module_name: The file's `__name__`. Spawned workers execute the file again under another
             name, and nothing is run then.
@@ -32,9 +34,10 @@ def run(module_name: str, file: str, arguments: Sequence[str] | None = None) -> 
 
 
 def _command(file: Path) -> str:
-    """Return the command that runs a recipe on every rank.
+    """Return the command that runs a recipe on every rank (process of a distributed run).
 
-    It is `train` for a faulty recipe, too. That command reports the fault.
+    A stage that every rank runs has a command of its own, with the name of the stage. For any other
+    stage and for a faulty recipe, the command is `train`, which reports the fault.
     """
     try:
         stage = str(load_recipe(file).get("stage"))
@@ -67,6 +70,7 @@ def run_pipeline(
         if not program_arguments or program_arguments == ["--help"]:
             print(about)
             return
+        # `words` are the arguments without `=`. They set the first settings in order.
         words, overrides = split_arguments(program_arguments)
         names = [*settings_class.model_fields]
         if len(words) > len(names):

@@ -70,7 +70,7 @@ class ApiConfig(ServerConfig, RankerConfig):
         return self
 
     def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
-        """Estimate the cost of the texts that the cache lacks.
+        """Estimate the cost of the texts that the cache lacks. Nothing is sent.
 
         Returns:
             Counts of requests, texts and tokens, and their price, by key of a stage's summary.
@@ -78,6 +78,7 @@ class ApiConfig(ServerConfig, RankerConfig):
         """
         encoder = ApiEncoder(self)
         budget = encoder.server.budget
+        # Equal texts are sent once.
         texts = {self.render_skill(skill) for skill in skills}
         texts |= {self.render_query(query.text) for query in queries}
         new_texts = [*texts]
@@ -110,6 +111,7 @@ class ApiEncoder:
         if config.cache is not None:
             # Everything that decides the vector of a text.
             identity = json.dumps([config.base_url, config.model])
+            # Each server and model has a folder of its own in the cache.
             name = hashlib.sha256(identity.encode()).hexdigest()[:24]
             self.cache = VectorCache(config.cache.expanduser() / name)
 
@@ -149,7 +151,7 @@ class ApiEncoder:
         Raises:
             SkilltrainError: A text is empty, or the server gives no usable vector for it.
         """
-        # Half of a surrogate pair cannot be sent.
+        # Half of a surrogate pair cannot be sent, so `?` replaces such a character.
         texts = [text.encode(errors="replace").decode() for text in texts]
         name_by_text = dict(zip(texts, names, strict=True))
         if "" in name_by_text:
@@ -163,7 +165,7 @@ class ApiEncoder:
         )
 
     def _send(self, texts: list[str], name_by_text: Mapping[str, str]) -> EncodedTexts:
-        """Send texts to the server in batches.
+        """Send texts to the server in batches, several at once.
 
         Args:
             texts: Texts to encode.
@@ -178,6 +180,7 @@ class ApiEncoder:
         starts = range(0, len(texts), size)
 
         def embed(start: int) -> tuple[Positions, Vectors]:
+            """Send the batch that begins at `start`. Return the texts' positions and vectors."""
             vectors = self._embed(texts[start : start + size], name_by_text)
             return start + np.arange(len(vectors)), vectors
 
@@ -240,11 +243,12 @@ class ApiEncoder:
         """
         section = self.config.section
         url = self.config.base_url
+        # These HTTP statuses mean that a text is too long, or that there are too many texts.
         if isinstance(error, ServerError) and error.status in _TOO_LONG_STATUSES:
             sizes = f"{len(texts)} texts, the longest of {len(texts[0]):,} characters"
             problem = f"{url} refused {sizes}: {error.reason}"
             fix = f"lower skill.body_chars, query_chars or batch_size of {section}"
-            where = name_by_text[texts[0]]
+            where = name_by_text[texts[0]]  # the longest text
             return SkilltrainError("text-too-long", problem, where=where, fix=fix)
         problem = f"gave no vectors: {error.reason}"
         if error.kind == "budget":

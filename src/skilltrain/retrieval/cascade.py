@@ -29,6 +29,7 @@ class SystemConfig(Config):
 
     @model_validator(mode="after")
     def _starts_with_the_pool(self) -> "SystemConfig":
+        """Check that the first ranker, and each ranker that it is made of, can search the pool."""
         for ranker in flatten_rankers(self.rankers[:1]):
             if ranker.only_orders:
                 raise ValueError(
@@ -43,7 +44,8 @@ def system_of(rankers: Any) -> SystemConfig:
 
     Args:
         rankers: A ranker, a list of rankers, their YAML, or a system. A ranker is a dict of its
-            settings, or only its kind, such as `lexical`.
+            settings, or only its kind, such as `lexical`. For example, the YAML
+            "[lexical, {kind: late, source: MODEL}]" has two rankers.
 
     Raises:
         SkilltrainError: A ranker is unknown, or has wrong settings.
@@ -156,7 +158,7 @@ class Cascade:
             say(f"{system.name}{untimed}: {reason}")
 
         stages: list[RankedStage] = []
-        candidates = None
+        candidates = None  # the first ranker searches the pool
         earlier_rankers: list[RankerConfig] = []
         for number, ranker in enumerate(rankers, 1):
             ranker_run = self._run_once(ranker, earlier_rankers, candidates, system.name)
@@ -179,6 +181,7 @@ class Cascade:
             stages.append(stage)
             earlier_rankers.append(ranker)
 
+        # The last ranker gives the rankings of the system, so its stage has the system's name.
         last = stages.pop()
         rankings = {query_id: ranking[: self.depth] for query_id, ranking in last.rankings.items()}
         return (*stages, replace(last, name=system.name, rankings=rankings))
@@ -212,7 +215,8 @@ class Cascade:
                 problem = f"ranker {len(rankers)}, {ranker.kind}, gave scores that are no numbers"
                 raise SkilltrainError("not-a-number", problem, where=f"system {system_name}")
 
-        # Keep the run for the next system. A model in training changes, so it must run again.
+        # Keep the run for later systems. A model in training changes, so that the model and all
+        # rankers after it must run again.
         depends_on_training = any(member.is_in_training for member in flatten_rankers(rankers))
         if not depends_on_training:
             # Free the rankings of the single rankers that a fusion combined. Nobody needs them.
@@ -244,7 +248,7 @@ class Cascade:
                     torch.cuda.reset_peak_memory_stats()
                 allocated = torch.cuda.memory_allocated()
                 timed_run = run_ranker(run.config, [renamed], candidates, self.pool)
-                peak = torch.cuda.max_memory_allocated()
+                peak = torch.cuda.max_memory_allocated()  # 0 without a GPU
                 if number == 0:  # the warm-up
                     continue
                 latencies.append(timed_run.seconds)
@@ -254,8 +258,12 @@ class Cascade:
         return replace(stage, latencies=tuple(latencies), gpu_bytes=gpu_bytes)
 
     def release_unneeded(self, later_systems: Iterable[SystemConfig]) -> None:
-        """Free all models and vectors that no later system needs."""
-        needed_keys = {OWN}
+        """Free all models and vectors that no later system needs.
+
+        Args:
+            later_systems: Systems that are still to run.
+        """
+        needed_keys = {OWN}  # the model in training always stays
         for system in later_systems:
             needed_keys |= {ranker.key for ranker in flatten_rankers(system.rankers)}
         opened = self.pool.opened.items()
@@ -263,7 +271,11 @@ class Cascade:
 
 
 def _num_before_remote(rankers: Sequence[RankerConfig]) -> int:
-    """Return the number of rankers before the first remote one."""
+    """Return the number of rankers before the first remote one, or of all if none is remote.
+
+    A remote ranker calls a server or reads a file, so that its latency is not measured. A ranker
+    that joins others is remote if any of them is.
+    """
     for number, ranker in enumerate(rankers):
         if any(member.is_remote for member in flatten_rankers([ranker])):
             return number
@@ -295,6 +307,7 @@ def run_systems(
     check_systems(systems)
     if systems and not skills:
         raise SkilltrainError("empty-pool", "the pool is empty")
+    # The cascade keeps the runs of rankers that several systems begin with.
     cascade = Cascade(queries, skills, depth)
     stages = {}
     for number, system in enumerate(systems, 1):
@@ -321,6 +334,7 @@ def check_systems(systems: Sequence[SystemConfig], has_model: bool = False) -> N
     for system in systems:
         for ranker in flatten_rankers(system.rankers):
             if not ranker.is_in_training:
+                # For example, a check fails if the model or an API key is missing.
                 ranker.check()
             elif not has_model:
                 problem = f"source {OWN} is the model in training, and nothing is trained here"

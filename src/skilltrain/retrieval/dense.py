@@ -113,11 +113,15 @@ class SkillEncoder:
         return self._encode(texts, settings.max_tokens, "encoding skills")
 
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
-        """Return the unit vectors of all windows of each skill."""
+        """Return the unit vectors of all windows of each skill.
+
+        A window is a part of a long skill's text (see the setting `chunks`).
+        """
         settings = self.model.settings
         windows_by_skill = [settings.chunk_texts(skill) for skill in skills]
+        # Encode the windows of all skills together.
         texts = [*chain.from_iterable(windows_by_skill)]
-        vectors = self._encode(texts, settings.max_tokens, "encoding skills")
+        vectors = self._encode(texts, settings.max_tokens, "encoding skills")  # [window, dim]
         starts = starts_of([len(windows) for windows in windows_by_skill])
         return ChunkVectors(vectors, starts, settings.chunks.pool)
 
@@ -134,7 +138,14 @@ class SkillEncoder:
         return self._encode(rendered, settings.query_max_tokens, "encoding queries")
 
     def _encode(self, texts: Sequence[str], max_tokens: int, description: str) -> Vectors:
-        """Return the vector of each text. Each distinct text that the cache lacks is encoded."""
+        """Return the vector of each text. Each distinct text that the cache lacks is encoded.
+
+        Args:
+            texts: Texts of skills or queries.
+            max_tokens: Number of tokens to which texts are cut.
+            description: Label of the progress bar.
+        """
+        # A model in training changes, so that its vectors must not be cached.
         if self.forward:
             return self.forward(texts, max_tokens)
         return cached_vectors(
@@ -189,7 +200,7 @@ class SkillEncoder:
     def _micro_batches(
         self, texts: Sequence[str], max_tokens: int
     ) -> Iterator[tuple[list[int], list[np.ndarray]]]:
-        """Yield (positions in `texts`, token ids of these texts) of each micro-batch.
+        """Tokenize texts, and yield (positions in `texts`, token ids) of each micro-batch.
 
         Args:
             texts: Texts to encode.
@@ -205,6 +216,7 @@ class SkillEncoder:
         for start, token_ids in _tokenize_blocks(self.model, texts, max_tokens):
             lengths = [len(ids) for ids in token_ids]
             for group in even_groups(lengths, self.token_budget, min_tokens):
+                # The group counts texts from the beginning of the block.
                 positions = [start + index for index in group]
                 yield positions, [token_ids[index] for index in group]
 
@@ -223,7 +235,8 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
 
     Args:
         source: Settings of the encoder. A subclass may have further settings, such as a cache.
-        opened: Models that are already loaded, by their settings. A new one is added.
+        opened: Models that are already loaded, by their settings. A new model is added. Rankers
+            that get the same dict share their models.
     """
     if opened is None:
         opened = {}
@@ -247,12 +260,17 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
 
 
 def _identity(model: Encoder) -> str:
-    """Return a hash of the weights and of all settings that change the vector of a text."""
+    """Return a hash of the weights and of all settings that change the vector of a text.
+
+    The hash is the name of the model's folder in a cache of vectors.
+    """
+    # How a skill is cut into chunks changes the texts, but not the vector of a text.
     settings = model.settings.model_dump(mode="json", exclude={"chunks"})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(model.tokenizer.__class__.__name__.encode())
     for name, tensor in model.backbone.state_dict().items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+        # NumPy has no bfloat16, so hash the bytes of the tensor.
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()[:24]
 
@@ -321,6 +339,7 @@ def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> G
     groups: Groups = []
     mixed: list[int] = []  # positions of texts to mix with other lengths
     for length, positions in positions_by_length.items():
+        # Number of texts in a micro-batch. A text may be empty, or longer than the budget.
         size = max(1, token_budget // max(1, length))
         same_length = [positions[start : start + size] for start in range(0, len(positions), size)]
         # The last group may be too small.
@@ -328,6 +347,7 @@ def even_groups(lengths: Sequence[int], token_budget: int, min_tokens: int) -> G
             mixed += same_length.pop()
         groups += same_length
 
+    # `micro_batches` returns positions in `mixed`.
     for group in micro_batches([lengths[position] for position in mixed], token_budget):
         groups.append([mixed[index] for index in group])
     return sorted(groups, key=lambda group: -lengths[group[0]])

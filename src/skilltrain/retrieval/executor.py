@@ -63,11 +63,15 @@ def run_rankers(
 ) -> Rankings:
     """Run rankers one after the other, and return the rankings of the last.
 
+    Each ranker orders the skills that the previous ranker found.
+
     Args:
-        rankers: Settings, with `keep`.
-        candidates: Rankings to order; None to search the pool.
-        observe: Called with each run.
-        excluded_ids: Skills to leave out.
+        rankers: Settings of the rankers. All have a `keep` (see `with_keeps`).
+        queries: The queries.
+        candidates: Rankings that the first ranker orders; None to search the pool.
+        pool: The pool and its open rankers.
+        observe: Called with the answers of each ranker, before the next ranker runs.
+        excluded_ids: Ids of skills to leave out of a search.
     """
     rankings = candidates
     for config in rankers:
@@ -86,13 +90,20 @@ def run_ranker(
 ) -> RankerRun:
     """Run one ranker. Its legs are the rankers that it fuses, or only itself.
 
+    A search of the pool returns only skills that match the query in one of the legs, so a ranking
+    may be shorter than `keep`. Candidates are ranked even if they do not match.
+
     Args:
+        config: Settings of the ranker, with `keep`.
+        queries: The queries.
         candidates: Rankings to order; None to search the pool for skills that match.
-        excluded_ids: Skills to leave out of a search.
+        pool: The pool and its open rankers.
+        excluded_ids: Ids of skills to leave out of a search.
     """
     legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
     started = time.perf_counter()
     by_leg = _rank_legs(config, legs, queries, candidates, excluded_ids)
+    # Combine the rankings of the legs, query by query.
     combined: Rankings = {}
     for query in queries:
         leg_rankings = [rankings[query.query_id] for rankings in by_leg]
@@ -102,8 +113,10 @@ def run_ranker(
         combined[query.query_id] = ranking
     seconds = (time.perf_counter() - started) / len(queries)
 
+    # All processes of a distributed run take the rankings of the first process, because rounding
+    # could give them different rankings.
     combined = of_first_rank(combined)
-    counts = getattr(legs[0], "counts", {})
+    counts = getattr(legs[0], "counts", {})  # a ranker that asks a chat model has one leg
     return RankerRun(config, candidates, by_leg, combined, seconds, counts)
 
 
@@ -114,12 +127,22 @@ def _rank_legs(
     candidates: Rankings | None,
     excluded_ids: Collection[str],
 ) -> list[Rankings]:
-    """Return the rankings of each leg, without excluded skills if there are no candidates."""
+    """Return the rankings of each leg, without excluded skills if there are no candidates.
+
+    Args:
+        config: Settings of the ranker.
+        legs: The open rankers that it fuses, or only the ranker itself.
+        queries: The queries.
+        candidates: Rankings to order; None to search the pool.
+        excluded_ids: Ids of skills to leave out of a search.
+    """
+    # Skills are only excluded from a search. Candidates are ranked as they are.
     if candidates is not None:
         excluded_ids = ()
 
     by_leg = []
     for leg, top_k in zip(legs, config.leg_top_ks(candidates), strict=True):
+        # Find spare skills in place of the excluded skills.
         rankings = leg.rank(queries, candidates, top_k + len(excluded_ids))
         if excluded_ids:
             rankings = _leave_out(rankings, excluded_ids, top_k)
@@ -130,7 +153,15 @@ def _rank_legs(
 def _keep_matching(
     ranking: Ranking, config: RankerConfig, leg_rankings: Sequence[Ranking]
 ) -> Ranking:
-    """Return the skills of a ranking that match the query in at least one leg's ranking."""
+    """Return the skills of a ranking that match the query in at least one leg's ranking.
+
+    For example, a skill matches in a lexical ranking if it has a word of the query.
+
+    Args:
+        ranking: Ranking of one query, combined from those of the legs.
+        config: Settings of the ranker.
+        leg_rankings: Ranking of the same query by each leg.
+    """
     matching_ids = set()
     for leg_config, leg_ranking in zip(config.legs, leg_rankings, strict=True):
         matching_ids.update(skill_id for skill_id, _ in leg_config.matches(leg_ranking))
@@ -140,10 +171,16 @@ def _keep_matching(
 def with_keeps(rankers: Sequence[RankerConfig], depth: int) -> list[RankerConfig]:
     """Set `keep` of rankers that have none.
 
-    It becomes `depth`, or the largest `keep` of the later rankers if that is more.
+    It becomes `depth`, or the largest `keep` of the later rankers if that is more. A ranker must
+    find all skills that the later rankers order.
+
+    Args:
+        rankers: Settings of a system's rankers, in order.
+        depth: Number of skills that the last ranker should return.
     """
     filled = []
     num_needed = max(depth, 1)
+    # Begin with the last ranker, so that the needs of the later rankers are known.
     for ranker in reversed(rankers):
         keep = num_needed if ranker.keep is None else ranker.keep
         num_needed = max(num_needed, keep)

@@ -41,6 +41,7 @@ class FuseConfig(RankerConfig):
 
     @model_validator(mode="after")
     def _one_weight_each(self) -> "FuseConfig":
+        """Check that there is a weight for each ranker, if weights are given."""
         if self.weights is not None and len(self.weights) != len(self.of):
             raise ValueError(
                 f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights"
@@ -56,11 +57,15 @@ class FuseConfig(RankerConfig):
         return self.of
 
     def leg_top_ks(self, candidates: Rankings | None) -> list[int]:
-        """Return the number of skills to keep of each leg.
+        """Return the number of skills to keep of each leg, a ranker that is fused.
 
         A leg without `keep` keeps `LEG_KEEP` skills, or all candidates.
+
+        Args:
+            candidates: Rankings to order, by query id; None for a search of the pool.
         """
         default = LEG_KEEP
+        # The longest list of candidates limits the length of a ranking.
         if candidates is not None:
             default = max(map(len, candidates.values()), default=0)
         return [leg.keep or default for leg in self.of]
@@ -114,6 +119,7 @@ def fuse(
         else:
             totals += weight * _reciprocal_ranks(ranking, skill_ids, rrf_k)
 
+    # The minus puts high scores first. A stable sort keeps the order of ties.
     order = np.argsort(-totals, kind="stable")
     return [(skill_ids[position], float(totals[position])) for position in order]
 
@@ -131,10 +137,16 @@ def _z_scores(ranking: Ranking, skill_ids: Sequence[str]) -> Float64[np.ndarray,
 
     Skills that the ranking lacks have its lowest score. If all scores are equal but for rounding,
     all z-scores are 0.
+
+    Args:
+        ranking: Pairs of a skill id and its score, for one query.
+        skill_ids: Ids of the skills in all rankings of this query.
     """
     score_by_id = dict(ranking)
     lowest = min(score_by_id.values(), default=0.0)
     scores = np.array([score_by_id.get(skill_id, lowest) for skill_id in skill_ids])
+    # `ptp` is the difference between the highest and the lowest score. If this difference is only a
+    # rounding error, the division by the standard deviation would make it large.
     if np.ptp(scores) <= 1e-12 * np.abs(scores).max():
         return np.zeros_like(scores)
     return (scores - scores.mean()) / scores.std()

@@ -53,6 +53,7 @@ class TokenVectors:
         """
         starts = np.load(folder / "starts.npy")
         file = (folder / "tokens.bin").open("rb")
+        # The last start is the number of rows. A row holds a scale, and one byte per dimension.
         num_bytes = os.fstat(file.fileno()).st_size
         dim = num_bytes // starts[-1] - _SCALE_BYTES
         return cls(file, starts, _row_dtype(dim))
@@ -62,7 +63,14 @@ class TokenVectors:
         return len(self.starts) - 1
 
     def rows_of_skill(self, position: int) -> np.ndarray:
-        """Read the rows of a skill's tokens."""
+        """Read the rows of a skill's tokens from the file.
+
+        Args:
+            position: Position of the skill in the pool.
+
+        Returns:
+            A structured array with the fields `scale` and `values` (8-bit): one row per token.
+        """
         start, end = self.starts[position : position + 2].tolist()
         size = self.row_dtype.itemsize
         with self.lock:  # threads share the position in the file
@@ -89,8 +97,12 @@ def _row_dtype(dim: int) -> np.dtype[Any]:
 
 
 def _as_rows(vectors: Float[Tensor, "token dim"]) -> np.ndarray:
-    """Round token vectors to 8 bits. The largest value of a vector becomes 127."""
-    values = vectors.float().cpu().numpy()
+    """Round token vectors to 8 bits. The largest value of a vector becomes 127.
+
+    Values of a vector become whole numbers from -127 to 127. The vector is about `values` times
+    `scale`.
+    """
+    values = vectors.float().cpu().numpy()  # [token, dim]
     rows = np.empty(len(values), _row_dtype(values.shape[1]))
     rows["scale"] = np.abs(values).max(1) / 127
     rows["values"] = np.rint(values / rows["scale"][:, None])
@@ -159,6 +171,7 @@ class Late:
             scores = scores_by_query[position]
             skill_ids = skill_ids_by_query[position]
             ranking = [(skill_id, scores[representative_ids[skill_id]]) for skill_id in skill_ids]
+            # The sort is stable, so candidates with equal scores keep their order.
             rankings[query.query_id] = sorted(ranking, key=lambda pair: -pair[1])[:keep]
         return rankings
 
@@ -175,10 +188,11 @@ class Late:
             query_vectors: Token vectors of each query of the block, by the query's position.
             queries_by_skill: Positions of the queries to score with each skill.
         """
-        skills = self._token_vectors(queries_by_skill)
+        skills = self._token_vectors(queries_by_skill)  # pairs of a skill id and its vectors
         for skill_id, skill_vectors in track(skills, "late interaction", len(queries_by_skill)):
             positions = queries_by_skill[skill_id]
             vectors = [query_vectors[position] for position in positions]
+            # For each query, the mean over its tokens of the best cosine with a skill's token.
             scores = max_sim(vectors, [skill_vectors])[:, 0]  # [query]
             for position, score in zip(positions, scores.tolist(), strict=True):
                 scores_by_query[position][skill_id] = score
@@ -238,7 +252,11 @@ class Late:
         np.save(folder / "starts.npy", starts_of(counts))
 
     def _first_with_same_text(self, skill_ids: Iterable[str]) -> dict[str, str]:
-        """Return, for each skill, the first of the skills that have the same text."""
+        """Return, for each skill, the first of the skills that have the same text.
+
+        For example, if the skills a, b and c have the texts x, y and x, then a stands for c:
+        {a: a, b: b, c: a}.
+        """
         first_by_text: dict[str, str] = {}
         first_ids = {}
         for skill_id in skill_ids:
@@ -266,6 +284,7 @@ class Late:
             return
 
         texts = {skill_id: self._render(skill_id) for skill_id in skill_ids}
+        # Long texts come first, so that memory peaks at the start.
         long_first = sorted(texts, key=lambda skill_id: -len(texts[skill_id]))
         max_tokens = self.encoder.settings.max_tokens
         for start in range(0, len(texts), _SKILLS_AT_ONCE):
@@ -277,8 +296,13 @@ class Late:
     def _encode(
         self, texts: Sequence[TokenIds]
     ) -> Iterator[tuple[int, Float[Tensor, "token dim"]]]:
-        """Yield (position in `texts`, token vectors) of each text."""
+        """Yield (position in `texts`, unit vectors of its tokens) of each text.
+
+        Args:
+            texts: Token ids of each text.
+        """
         for group in micro_batches([len(text) for text in texts], self.token_budget):
+            # The second argument is the number of token vectors of each text: the longest length.
             batch = [texts[position] for position in group]
             rows = self.encoder.with_tokens(batch, max(map(len, batch)))  # [text, row, dim]
             for position, row in zip(group, rows, strict=True):

@@ -46,24 +46,28 @@ B = 1.0
 
 
 def bm25_text(skill: Skill, fields: SkillFields = "full") -> str:
-    """Return name, description and whole body of a skill (SkillRouter, section 4.2), or some."""
+    """Return the text of a skill that BM25 sees: some of name, description and body, in a row.
+
+    The default `full` means all three, with the whole body (SkillRouter, section 4.2).
+    """
     return " ".join(getattr(skill, field) for field in FIELDS_SEEN[fields])
 
 
 def words_and_bigrams(text: str) -> list[str]:
     """Return the words and numbers of `text`, and the character bigrams of its CJK runs.
 
-    `read_pdf-file` has three words.
+    `read_pdf-file` gives "read", "pdf" and "file". The Chinese text 查天气 gives 查天 and 天气.
+    CJK scripts write words without spaces, so bigrams replace the words there.
     """
     runs = _TOKEN.findall(text)
-    if not _CJK_RUN.search(text):
+    if not _CJK_RUN.search(text):  # most texts, which need no further work
         return runs
     terms = []
     for run in runs:
         if not _CJK_RUN.match(run):
             terms.append(run)
             continue
-        # A single character is a term.
+        # A run of a single character is a term. A longer run gives each pair of neighbours.
         terms += [run[start : start + 2] for start in range(max(1, len(run) - 1))]
     return terms
 
@@ -134,7 +138,7 @@ class BM25Index:
         Raises:
             SkilltrainError: The texts have no term.
         """
-        self.keys = text_keys(texts, max_tokens=0)  # texts are not cut
+        self.keys = text_keys(texts, max_tokens=0)  # digests of the texts; 0: texts are not cut
         self.vocabulary = Vocabulary()
         if previous is not None:
             # `Vocabulary` numbers stems in the order given, so the stems keep their numbers.
@@ -145,7 +149,7 @@ class BM25Index:
             problem = f"none of the {len(texts)} texts holds a word to index for lexical search"
             raise SkilltrainError("empty-text", problem)
 
-        lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()
+        lengths = np.asarray(counts.sum(axis=1), dtype=np.float64).ravel()  # [text], in terms
         by_term = counts.T.tocsr()  # [term, text]
         text_positions = by_term.indices.astype(np.int32)  # [posting]
         self.counts = by_term.data
@@ -210,6 +214,7 @@ class BM25Index:
             starts.append(len(terms))
         columns = np.array(terms, dtype=np.int32)
         shape = (len(texts), len(self.vocabulary.numbers))
+        # Each occurrence of a term is an entry of 1. Then the entries of the same term are added.
         counts: Any = csr_array((np.ones(len(terms), np.int32), columns, starts), shape=shape)
         counts.sum_duplicates()
         return counts
@@ -226,16 +231,20 @@ class BM25Index:
     @classmethod
     def load(cls, folder: Path) -> "BM25Index":
         """Read the index that `save` wrote into `folder`."""
-        index = cls.__new__(cls)
+        index = cls.__new__(cls)  # without `__init__`, which would count the terms of texts
         for name in cls._ARRAYS:
             setattr(index, name, np.load(folder / f"{name}.npy"))
         index.vocabulary = Vocabulary(read_json(folder / "stems.json"))
         return index
 
     def scores(self, query: str) -> Float32[np.ndarray, " text"]:
-        """Return the BM25 score of every text, which is 0 for a text without terms of the query."""
+        """Return the BM25 score of every text, which is 0 for a text without terms of the query.
+
+        A term that the query repeats counts each time.
+        """
         scores = np.zeros(len(self.keys), np.float32)
         for _, number in self.vocabulary.numbered_words(query):
+            # The postings of a term: all texts that contain the term, each once.
             postings = slice(self.starts[number], self.starts[number + 1])
             scores[self.texts[postings]] += self.weights[postings]
         return scores
@@ -243,10 +252,11 @@ class BM25Index:
     def highest_possible_score(self, query: str) -> float:
         """Return the limit of the score of a text as it repeats all terms of the query.
 
-        Terms that no text contains count too.
+        The weight of a term grows with its repetitions, up to its inverse document frequency. Terms
+        that no text contains count too, so a query of unknown words has a high limit.
         """
         numbers = self.vocabulary.numbers
-        texts_by_term = np.diff(self.starts)
+        texts_by_term = np.diff(self.starts)  # [term], number of texts with the term
         stems = [stem for _, stem in self.vocabulary.words_and_stems(query)]
         num_texts = [texts_by_term[numbers[stem]] if stem in numbers else 0 for stem in stems]
         return float(_idf(len(self.keys), np.array(num_texts, np.int64)).sum())
@@ -269,6 +279,7 @@ class BM25Index:
             end = int(self.starts[term + 1])
             text_positions = self.texts[start:end]  # of texts with the term, ascending
             posting = start + int(np.searchsorted(text_positions, position))
+            # `searchsorted` also gives a posting if the text does not contain the term.
             if posting < end and self.texts[posting] == position:
                 word_by_term.setdefault(term, word)
                 weight = float(self.weights[posting])
@@ -277,7 +288,11 @@ class BM25Index:
         return [word_by_term[term] for term in terms]
 
     def search(self, queries: Sequence[str], k: int) -> SearchResult:
-        """Return the `k` best texts of each query. Ties go to the lower position."""
+        """Return the `k` best texts of each query. Ties go to the lower position.
+
+        Returns:
+            Positions of the texts, and their scores, best first: [query, k] each.
+        """
         k = min(k, len(self.keys))
         positions = np.empty((len(queries), k), np.int64)
         best_scores = np.empty((len(queries), k), np.float32)
@@ -360,7 +375,8 @@ def top_k(scores: Float32[np.ndarray, " text"], k: int) -> Int64[np.ndarray, " k
     kth_position = len(scores) - k
     kth_score = np.partition(scores, kth_position)[kth_position]
 
-    # Positions with a higher score, best first, and then those with the k-th score.
+    # Positions with a higher score, best first, and then positions with the k-th score. There may
+    # be more ties than needed.
     higher = np.flatnonzero(scores > kth_score)
     higher = higher[np.argsort(-scores[higher], kind="stable")]
     ties = np.flatnonzero(scores == kth_score)

@@ -65,6 +65,9 @@ class ChunkVectors:
     ) -> Float32[np.ndarray, " pair"]:
         """Score pairs of a query and a skill in double precision.
 
+        A skill has one or more chunks (parts of its text), each with a vector. The score is made
+        from the cosines of the query with these chunks.
+
         The cosine of each chunk is a sum of its own, not part of a matrix product, whose rounding
         errors depend on the position in the matrix. So equal skills have equal scores on every
         processor.
@@ -114,18 +117,19 @@ class ChunkVectors:
         if k == 0:
             return positions, best_scores
 
-        unsure = np.arange(len(queries))  # rows of queries to search
+        unsure = np.arange(len(queries))  # rows of queries that are still to be searched
         num_spare = _NUM_SPARE
         while len(unsure):
             width = min(k + num_spare, self.num_skills)
             selected = self._search(queries[unsure], width)  # [unsure query, width]
             rows = np.repeat(unsure, width)
             exact = self.scores(queries, rows, selected.ravel()).reshape(selected.shape)
+            # Sort by score, high scores first, and equal scores by position.
             order = np.lexsort((selected, -exact), axis=1)[:, :k]
             positions[unsure] = np.take_along_axis(selected, order, axis=1)
             best_scores[unsure] = np.take_along_axis(exact, order, axis=1)
 
-            if width == self.num_skills:
+            if width == self.num_skills:  # the search selected all skills
                 break
             # The search ranked the skills that it did not select below the worst selected one. Only
             # if that one is nearly as good as the k-th, rounding may have hidden a better skill.
@@ -137,9 +141,10 @@ class ChunkVectors:
         return positions, best_scores
 
     def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
-        """Return the `k` best skills by single-precision products.
+        """Return the positions of the `k` best skills by single-precision products.
 
-        With one chunk per skill, faiss searches, on a GPU if it can use one.
+        With one chunk per skill, faiss searches, on a GPU if it can use one. With several chunks,
+        the scores of a skill's chunks become its score first.
         """
         has_one_chunk_each = len(self.vectors) == self.num_skills
         if has_one_chunk_each:
@@ -147,9 +152,10 @@ class ChunkVectors:
 
             skills = np.ascontiguousarray(self.vectors, np.float32)
             metric = faiss.METRIC_INNER_PRODUCT
-            # The CPU build of faiss always returns 0 here.
+            # The CPU build of faiss always returns 0 here. Its GPU search has a largest k.
             if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
                 resources = faiss.StandardGpuResources()
+                # faiss returns scores and positions. Only the positions are needed.
                 return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]
             return faiss.knn(queries, skills, k, metric=metric)[1]
 
@@ -157,7 +163,7 @@ class ChunkVectors:
         positions = np.empty((len(queries), k), dtype=np.int64)
         for start in range(0, len(queries), _QUERIES_AT_ONCE):
             block = slice(start, start + _QUERIES_AT_ONCE)
-            # [query, skill]
+            # Products of the queries with all chunks, and from them the scores: [query, skill].
             scores = pool_chunks(queries[block] @ self.vectors.T, self.starts, pooling)
             positions[block] = np.argsort(-scores, axis=1, kind="stable")[:, :k]
         return positions
@@ -235,7 +241,7 @@ class PoolRanker:
         return {skill_id: position for position, skill_id in enumerate(self.skill_ids)}
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Return the `keep` best skills for each query, among all skills or its candidates.
+        """Return the `keep` best skills for each query, among all skills or the query's candidates.
 
         Skills with equal scores keep the order of the pool, or of the candidates.
 
@@ -288,7 +294,13 @@ class VectorIndex:
             yield self.chunks.scores(vectors, np.full(len(candidates), row), candidates)
 
     def best_chunk(self, query: str, position: int) -> int | None:
-        """Return the number of the skill's chunk nearest to a query; None if it has only one."""
+        """Return the number of the skill's chunk nearest to a query; None for a single chunk.
+
+        Args:
+            query: The query.
+            position: Position of the skill in the pool.
+        """
+        # The chunks of all skills follow each other, so the next skill's first chunk is the end.
         first, end = self.chunks.starts[position : position + 2].tolist()
         if end - first < 2:
             return None

@@ -69,9 +69,12 @@ class RankerConfig(Config):
     def ranker(self, skills: Sequence[Skill], opened: dict[str, Any]) -> Ranker:
         """Return the ranker of a pool.
 
+        The ranker is opened at the first call with its settings, and used again in later calls.
+
         Args:
             skills: The pool.
             opened: Rankers by `key`, which are used again. The model in training is there as `OWN`.
+                A new ranker is added.
         """
         if self.key not in opened:
             skills_by_id = {skill.skill_id: skill for skill in skills}
@@ -152,7 +155,7 @@ AnyRanker = Annotated[SerializeAsAny[RankerConfig], OneOf("ranker")]
 
 
 def flatten_rankers(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
-    """Yield each ranker, followed by the rankers that it is made of."""
+    """Yield each ranker, followed by the rankers that it is made of (for example, fuses)."""
     for ranker in rankers:
         yield ranker
         yield from ranker.components
@@ -161,14 +164,18 @@ def flatten_rankers(rankers: Iterable[RankerConfig]) -> Iterator[RankerConfig]:
 def name_rankers(rankers: Iterable[RankerConfig]) -> dict[str, str]:
     """Name each ranker by its label and a number, such as `dense` and `dense 2`.
 
+    Rankers that another ranker is made of get names as well.
+
     Returns:
-        Name by `key` of the ranker. Rankers with the same key have one name.
+        Name by `key` of the ranker. Rankers with the same key (the same model and settings) have
+        one name.
     """
     names: dict[str, str] = {}
     num_by_label: Counter[str] = Counter()
     for config in flatten_rankers(rankers):
         if config.key in names:
             continue
+        # The first ranker with a label has the label as its name, and later ones a number.
         num_by_label[config.label] += 1
         number = num_by_label[config.label]
         names[config.key] = config.label if number == 1 else f"{config.label} {number}"

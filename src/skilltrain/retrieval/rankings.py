@@ -37,7 +37,7 @@ class SavedConfig(RankerConfig):
                 raise SkilltrainError("missing-table", "no rankings table here", where=path)
 
     def open(self, opened: dict[str, Any]) -> "SavedRankings":
-        """Read the rankings.
+        """Read the rankings of all tables. Each table ranks skills for its own queries.
 
         Args:
             opened: Not used, because there is no model to share.
@@ -53,6 +53,7 @@ class SavedConfig(RankerConfig):
                 problem = f"query '{min(repeated_ids)}' is ranked in an earlier table as well"
                 raise SkilltrainError("repeated-id", problem, where=path)
             rankings |= new_rankings
+        # `SavedRankings.over` sets the pool.
         return SavedRankings(path=self.rankings[0], rankings=rankings, pool=())
 
 
@@ -78,6 +79,11 @@ class SavedRankings:
 
         If there are candidates, skills that are not among them are removed before the cut. A query
         without a saved ranking gets an empty ranking, with a warning.
+
+        Args:
+            queries: Queries to rank skills for.
+            candidates: Rankings of an earlier ranker by query id; None to use all saved skills.
+            keep: Number of skills of each ranking.
 
         Raises:
             SkilltrainError: The pool lacks a skill of a saved ranking.
@@ -107,6 +113,8 @@ class SavedRankings:
 def read_rankings(path: Path, stage: str | None) -> Rankings:
     """Read the rankings of one stage from a RANKINGS table.
 
+    A table may hold the rankings of several stages, such as the rankings of several systems.
+
     Args:
         path: The table, or its folder.
         stage: Stage to read; None for the only stage of the table.
@@ -128,6 +136,7 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
         fix = f"give stage=… as one of {', '.join(stages[:8])}"
         raise SkilltrainError("ranking-stage", problem, where=path, fix=fix)
 
+    # Read the rows in the order of their ranks, so that each ranking has its best skill first.
     rankings = {}
     for row in sorted(rows, key=lambda row: row["rank"]):
         if row["stage"] == stage:
@@ -137,7 +146,11 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
 
 
 def rankings_table(rankings_by_stage: Mapping[str, Rankings]) -> pa.Table:
-    """Make a RANKINGS table. Ranks count from 1."""
+    """Make a RANKINGS table, with a row for each stage, query and ranked skill.
+
+    Args:
+        rankings_by_stage: Rankings by the name of their stage. The column `rank` counts from 1.
+    """
     rows: list[dict[str, Any]] = []
     for stage, rankings in rankings_by_stage.items():
         for query_id, ranking in rankings.items():

@@ -51,7 +51,7 @@ def provision(
         SkilltrainError: The pool lacks a skill, or `out` exists and is no empty folder.
     """
     skills = {skill.skill_id: skill for skill in read_pool(pool)}
-    chosen = {}
+    chosen = {}  # ids of the skills to write, by query id
     for query_id, ranking in rankings.items():
         chosen[query_id] = [skill_id for skill_id, _ in ranking[:top]]
         for skill_id in chosen[query_id]:
@@ -69,12 +69,13 @@ def provision(
     num_skills = 0
     with staged_folder(out) as folder:
         for query_id, skill_ids in chosen.items():
+            # The query's id may hold characters that a folder name cannot hold.
             query_folder = folder / free_name(query_id, folder)
             query_folder.mkdir()
             ids_by_folder[query_id] = {}
             for skill_id in skill_ids:
                 bundled = files[skill_id]
-                if bundled is not None:
+                if bundled is not None:  # the skill is not left out
                     skill = skills[skill_id]
                     target = query_folder / free_name(skill.name, query_folder)
                     write_skill(skill, target, bundled)
@@ -87,25 +88,29 @@ def provision(
 def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
     """Screen a skill and return its bundled files.
 
+    Bundled files are the other files in the folder of the skill's SKILL.md.
+
     Args:
         skill: The skill.
-        flagged: Whether to leave out or to use a skill that the screening flags.
+        flagged: What happens to a skill that the safety screening flags. `leave_out` leaves the
+            skill out. `use` takes every skill, without a screening.
 
     Returns:
         The files; None for a flagged skill that is left out.
     """
-    original = find_skill_file(skill)
+    original = find_skill_file(skill)  # path of its SKILL.md; None if there is no such file
     files, num_unread = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
     flags = screen_texts(skill, files) if flagged == "leave_out" else ()
     if flags:
-        flag = flags[0]
+        flag = flags[0]  # the message shows only the first finding
         finding = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"
         say(
             f"left out: {name}, which the safety screening flags ({finding}); "
             "`--flagged use` writes it"
         )
         return None
+    # The reader of bundled files stops at these limits, so further files are not screened.
     if num_unread:
         limit = f"{MAX_FILES} files and {MAX_BYTES // 2**20} MiB"
         say(
@@ -116,8 +121,18 @@ def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
 
 
 def free_name(text: str, folder: Path) -> str:
-    """Return an unused file name in a folder, made from a text: `read-pdf`, `read-pdf-2`, …"""
+    """Return an unused file name in a folder, made from a text.
+
+    For example, "Read PDF!" becomes `read-pdf`, or `read-pdf-2` if the folder has `read-pdf`.
+
+    Args:
+        text: Name of a skill, or id of a query. It may hold any characters.
+        folder: Folder for the new file or folder.
+    """
+    # NFKC replaces special forms of characters, such as full-width letters, by the plain ones.
     plain = unicodedata.normalize("NFKC", text).lower()
+    # The cut to the longest name can leave a dash at the end. A text without any letter or digit
+    # gets the name "skill".
     name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME].strip("-") or "skill"
     candidate = name
     number = 1
@@ -128,11 +143,18 @@ def free_name(text: str, folder: Path) -> str:
 
 
 def write_skill(skill: Skill, folder: Path, files: Sequence[BundledFile]) -> None:
-    """Write a skill's SKILL.md, with the folder's name as its name, and its bundled files."""
+    """Write a skill's SKILL.md and its bundled files into a new folder.
+
+    Args:
+        skill: The skill. In SKILL.md, its name becomes the name of the folder.
+        folder: Folder to make.
+        files: The bundled files. Their paths are relative to the folder.
+    """
     folder.mkdir()
     for file in files:
         copy = folder / file.path
         copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(file.content)
+        # Keep scripts executable. Other permissions of the original are not copied.
         copy.chmod(0o755 if file.is_executable else 0o644)
     (folder / SKILL_FILE).write_text(skill_text(replace(skill, name=folder.name)), encoding="utf-8")

@@ -79,11 +79,12 @@ class Attention(Analysis):
     )
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
-        """Measure the attention of all rerankers to the same pairs."""
+        """Measure how all rerankers attend to the same (query, gold skill) pairs."""
         rerankers = [model for model in inputs.models() if isinstance(model, RerankConfig)]
         if not rerankers:
             problem = "is measured in rerankers, and no system has one"
             raise SkilltrainError("nothing-to-analyse", problem, where="analysis.more.attention")
+        # Pair each query with its first gold skill (a skill that the query needs).
         pairs = []
         for task in inputs.benchmark.tasks[: self.num_queries]:
             skill_id = gold_in_pool(task.relevance, inputs.skills)[0]
@@ -100,7 +101,7 @@ class Structure(Analysis):
     kind: Literal["structure"] = "structure"
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
-        """Compare the gold skills with all other skills."""
+        """Compare the gold skills (that any task needs) with all other skills of the pool."""
         gold_ids = set()
         for task in inputs.benchmark.tasks:
             gold_ids.update(gold_in_pool(task.relevance, inputs.skills))
@@ -115,7 +116,8 @@ class PassRates(Analysis):
     kind: Literal["pass_rates"] = "pass_rates"
 
     def analyse_results(self, report: Report) -> list[Row]:
-        """Estimate the pass rates, from the means over all queries."""
+        """Estimate the pass rates of agents, from each system's means over all queries."""
+        # The agents' own pass rates are known only for the tasks of SkillRouter's benchmark.
         if any(task.query.origin != ORIGIN for task in report.benchmark.tasks):
             return []
         return pass_rates(report.overall.means)
@@ -124,17 +126,22 @@ class PassRates(Analysis):
 def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
     """Estimate the share of tasks that each agent passes with each system.
 
+    An agent's pass rates without skills and with the gold skills are known. A system that finds a
+    part of the gold skills is taken to gain that part of the difference.
+
     Args:
         means: Mean by system and measure.
 
     Returns:
         A row for each system and agent. The last agent is the average of all agents.
     """
+    # agents.yaml holds two pass rates of each agent: without skills, and with the gold skills.
     text = Path(__file__).with_name("agents.yaml").read_text(encoding="utf-8")
     rates_by_agent = parse_yaml(text, "agents.yaml")
     rates_by_agent[AVERAGE] = np.mean(list(rates_by_agent.values()), axis=0).tolist()
     rows = []
     for system, system_means in means.items():
+        # COVERAGES are the measures that tell which share of the tasks has its gold skills.
         coverages = {name: system_means[name] for name in COVERAGES if name in system_means}
         if not coverages:
             continue
@@ -155,7 +162,14 @@ def pass_rates(means: Mapping[str, Mapping[str, Interval]]) -> list[Row]:
 
 
 def _estimate(coverage: Interval, rate_without: float, rate_with_gold: float) -> Interval:
-    """Estimate a pass rate from the share of covered tasks and two pass rates of an agent."""
+    """Estimate a pass rate of an agent, by interpolation between two known pass rates.
+
+    Args:
+        coverage: Share of the tasks for which a system finds the gold skills, with its confidence
+            interval.
+        rate_without: Share of the tasks that the agent passes without skills.
+        rate_with_gold: Share of the tasks that the agent passes with the gold skills.
+    """
     gain = rate_with_gold - rate_without
     mean = rate_without + gain * coverage.mean
     low = rate_without + gain * coverage.low
@@ -166,11 +180,22 @@ def _estimate(coverage: Interval, rate_without: float, rate_with_gold: float) ->
 def compare_structure(gold_skills: Sequence[Skill], other_skills: Sequence[Skill]) -> list[Row]:
     """Compare the structure of gold skills with that of other skills, in a row for each feature.
 
+    Args:
+        gold_skills: Skills that any task needs.
+        other_skills: The rest of the pool.
+
+    Returns:
+        Rows with the name of a feature, its average for gold skills and for other skills, the
+        corrected p-value `p` of a Mann-Whitney test, and the `effect`: the probability that a
+        random gold skill has a higher value than a random other skill.
+
     Raises:
         SkilltrainError: There is no gold skill, or no other skill.
     """
     from scipy.stats import mannwhitneyu
 
+    # Use the names of bundled files as features if they are known for every skill. Otherwise use
+    # the paths that the texts mention.
     has_files = all(skill.files is not None for skill in [*gold_skills, *other_skills])
     features_of = bundle_features if has_files else mention_features
     gold_features = [features_of(skill) for skill in gold_skills]
@@ -184,10 +209,12 @@ def compare_structure(gold_skills: Sequence[Skill], other_skills: Sequence[Skill
     gold = np.array([list(features.values()) for features in gold_features])  # [skill, feature]
     other = np.array([list(features.values()) for features in other_features])  # [skill, feature]
     test = mannwhitneyu(gold, other, alternative="two-sided")
+    # The statistic counts the pairs in which the gold skill has the higher value, and ties by half.
     effects = test.statistic / (len(gold) * len(other))  # [feature]
-    p_values = holm(test.pvalue)
+    p_values = holm(test.pvalue)  # [feature], corrected for the number of features
     rows = []
     for column, name in enumerate(gold_features[0]):
+        # These features are 0 or 1, so that their mean is a share.
         average = np.mean if name.startswith(("mentions", "bundles")) else np.median
         rows.append(
             {
@@ -204,7 +231,14 @@ def compare_structure(gold_skills: Sequence[Skill], other_skills: Sequence[Skill
 
 
 def bundle_features(skill: Skill) -> dict[str, float]:
-    """Return SkillFlow's nine features of a skill. Its files must be known."""
+    """Return SkillFlow's nine features of a skill (section 4.3), as values by feature.
+
+    Six features describe the Markdown body. Three features are 1.0 if the skill has a file of that
+    kind beside its SKILL.md, and else 0.0.
+
+    Args:
+        skill: A skill whose bundled files are known.
+    """
     features = _body_features(skill.body)
     suffixes = {PurePosixPath(file).suffix.lower() for file in skill.files or ()}
     return {name: features[name] for name in _COMPARED_BY_SKILLFLOW} | {
@@ -221,16 +255,22 @@ def mention_features(skill: Skill) -> dict[str, float]:
 
 
 def _body_features(body: str) -> dict[str, float]:
-    """Measure the structure of a skill's Markdown body, as values by feature."""
+    """Measure the structure of a skill's Markdown body, as values by feature.
+
+    The body is parsed as CommonMark. Headings, list items, inline code and links are counted
+    outside code blocks, words in the whole body.
+    """
     text = body.replace("\r\n", "\n")
-    blocks = _MARKDOWN.parse(text)
+    blocks = _MARKDOWN.parse(text)  # markdown-it's tokens of blocks, such as "heading_open"
     num_words = len(words_of(text))
     code = [block.content for block in blocks if block.type == "fence"]
     num_tokens = Counter()  # Markdown tokens by type
     for block in blocks:
         num_tokens[block.type] += 1
+        # The children are the inline tokens of the block, such as links.
         num_tokens.update(token.type for token in block.children or ())
     items = [block for block in blocks if block.type == "list_item_open"]
+    # The markup of an item is the mark after its number, or a bullet such as "-".
     num_ordered = sum(item.markup in (".", ")") for item in items)
     return {
         "words": num_words,

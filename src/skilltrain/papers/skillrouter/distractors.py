@@ -79,10 +79,11 @@ class Distractors(Stage):
         return self
 
     def run(self, out: Path) -> Summary:
-        """Write SKILLS and DROPPED. The id of a distractor names its gold skill and strategy.
+        """Let the chat model write the distractors, as the tables SKILLS and DROPPED.
 
-        A distractor without a usable answer is in DROPPED, with its last fault. Screening is left
-        to the stage `pool`.
+        A distractor is a skill that resembles a gold skill (a skill that a task needs), and does
+        something else. Its id names its gold skill and strategy. A distractor without a usable
+        answer is in DROPPED, with its last fault. Screening is left to the stage `pool`.
         """
         questions = _questions(self)
         outcome = ask(questions)
@@ -92,8 +93,9 @@ class Distractors(Stage):
             **_counts(questions),
             "num_distractors": len(outcome.values),
             "num_dropped": len(outcome.dropped),
+            # The column `filter` of a dropped row holds the kind of fault, such as "too_short".
             "dropped": counted(row.filter for row in outcome.dropped),
-            **outcome.used,
+            **outcome.used,  # tokens and dollars
         }
 
     def dry_run(self) -> Summary:
@@ -133,6 +135,7 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
     The distractors of a gold skill follow each other. All strategies take turns.
     """
     golds = gold_skills(config)
+    # Names of the strategies for one gold skill. They repeat if more distractors are wanted.
     strategies = list(islice(cycle(STRATEGIES), config.num_distractors))
     totals = Counter(strategies)  # distractors of a gold skill, by strategy
     items = []
@@ -149,10 +152,15 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 
     # Skills that a distractor must not copy.
     gold_trigrams = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
-    distractor_trigrams = []
+    distractor_trigrams = []  # of the distractors that are already accepted; `read` adds to them
 
     def read(item: Distractor, answer: str) -> Skill:
-        """Read a distractor. Raises AnswerError or ValueError if it is not usable."""
+        """Read a distractor from an answer of the chat model, and check that the skill is new.
+
+        Raises:
+            AnswerError: The body is too short or too long, or the skill copies another skill.
+            ValueError: The answer holds no skill.
+        """
         skill = read_draft(item, answer, f"distractors:{config.llm.model}")
         trigrams = word_trigrams(skill.body)
         _check_words(skill)
@@ -169,6 +177,8 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     """Return each gold skill with its siblings. Two gold skills are siblings if a query needs both.
 
+    A gold skill is a skill that a query of the benchmark needs.
+
     Raises:
         SkilltrainError: A gold skill is neither in the benchmark's folder nor in the pool.
     """
@@ -178,7 +188,7 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     # Collect the distinct siblings of each gold skill, in the order of the tasks.
     siblings_by_gold: dict[str, list[Skill]] = {}  # the key is a skill id
     for task in benchmark.tasks:
-        golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]
+        golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]  # of this task
         for gold in golds:
             siblings = siblings_by_gold.setdefault(gold.skill_id, [])
             for other in golds:
@@ -193,12 +203,14 @@ def _render(item: Distractor) -> tuple[str, str]:
     Returns:
         System message and user message.
     """
+    # The texts of strangers. These functions keep a skill's text from looking like instructions.
     gold = item.gold
     lines = [
         f"Category: {untrusted_line(gold.category or 'none given')}",
         untrusted_skill(gold, 500, _BODY_CHARS),
         "Not these either:",
     ]
+    # A skill that does the same as a sibling would be a right answer for the same task.
     for sibling in item.siblings[:_MAX_SIBLINGS]:
         description = untrusted_line(sibling.description, 160)
         lines.append(f"- {untrusted_line(sibling.name)}: {description}")
@@ -231,7 +243,17 @@ class _Draft(BaseModel):
 
 
 def read_draft(item: Distractor, answer: str, source: str) -> Skill:
-    """Read a skill from the JSON object in an answer. Raises ValueError if it is not usable."""
+    """Read a distractor from the JSON object in an answer of the chat model.
+
+    Args:
+        item: The distractor that the model was asked for. The category and the language of its gold
+            skill are used.
+        answer: Text of the answer.
+        source: Value of the column `source` of the skill, which names the model.
+
+    Raises:
+        ValueError: The answer holds no usable object.
+    """
     draft = read_object(answer, _Draft)
     gold = item.gold
     return Skill(
@@ -240,7 +262,10 @@ def read_draft(item: Distractor, answer: str, source: str) -> Skill:
 
 
 def _check_words(skill: Skill) -> None:
-    """Raise AnswerError if a body is too short or too long."""
+    """Raise AnswerError if a body is too short or too long.
+
+    The accepted range is wider than the range that the prompt asks for.
+    """
     count = num_words(skill.body)
     low, high = ACCEPTED_WORDS
     if not low <= count <= high:
@@ -263,6 +288,7 @@ def _check_copy(
     """
     for other, other_trigrams in references:
         other_id = other.skill_id
+        # `name_key` ignores differences in writing, such as capitals.
         if name_key(skill.name) == name_key(other.name):
             raise AnswerError("same_name", f"it has the name of {other_id}", other_id=other_id)
         similarity = jaccard(trigrams, other_trigrams)

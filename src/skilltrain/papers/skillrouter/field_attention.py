@@ -46,6 +46,8 @@ def field_attention(
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
             single scoring position.
     """
+    # The attention is read at the position from which the score is computed. A classifier that
+    # pools all tokens has no such position.
     pooling = getattr(reranker.network.config, "classifier_pooling", "cls")
     if pooling != "cls":
         problem = f"a classifier with {pooling} pooling has no scoring position"
@@ -57,6 +59,7 @@ def field_attention(
     shares: list[LayerShares] = []  # of each pair
     token_shares: list[Float[np.ndarray, " field"]] = []
     rows = []
+    # Only the plain ("eager") implementation of attention returns the weights.
     with _eager_attention(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             [pair] = reranker.tokenize(query.text, [skill])
@@ -125,7 +128,13 @@ def _pair_shares(
 
 
 def _layer_means(layers: LayerShares) -> Row:
-    """Return the shares of each layer, and their means over groups of layers and all layers."""
+    """Return the shares of each layer, and their means over groups of layers and all layers.
+
+    The groups are the first quarter of the layers, the middle half, and the last quarter.
+
+    Args:
+        layers: Share of the attention to each field: [layer, field].
+    """
     quarter = len(layers) // 4
     late_start = len(layers) - quarter
     groups = {
@@ -135,6 +144,7 @@ def _layer_means(layers: LayerShares) -> Row:
     }
     return {
         "layers": [_by_field(layer) for layer in layers],
+        # A model with fewer than four layers has empty groups, which are left out.
         "groups": {name: _by_field(group.mean(0)) for name, group in groups.items() if len(group)},
         "overall": _by_field(layers.mean(0)),
     }
@@ -172,13 +182,14 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     rows = []  # one for each layer
 
     def keep_row(_: Any, inputs: Any, outputs: Any) -> Any:
-        """Store one row of attention weights, and remove the weights from a module's outputs.
+        """Store the row of the scoring position, and remove the weights from a module's outputs.
 
         All matrices together would take too much memory. A module without weights is ignored.
         """
         if not isinstance(outputs, tuple) or len(outputs) < 2:
             return None
         hidden, weights, *further_outputs = outputs
+        # Attention weights have the shape [pair, head, token, token]. Ignore other tensors.
         if not isinstance(weights, Tensor) or weights.shape[-2:] != (len(pair), len(pair)):
             return None
         row = weights[0, :, position]  # [head, token]
@@ -196,6 +207,7 @@ def attention_rows(reranker: Reranker, pair: PairIds) -> Float[np.ndarray, "laye
     finally:
         for hook in hooks:
             hook.remove()
+    # Some models return their weights in another form, which `keep_row` ignores.
     num_layers = network.config.num_hidden_layers
     if len(rows) != num_layers:
         problem = (

@@ -15,9 +15,13 @@ _MEASURES = ("DA", "CatR@1")
 
 
 def agreements(first_run: Path, second_run: Path) -> list[Row]:
-    """Compare the plans of two runs of `plans`, in a row for each planner of both.
+    """Compare the plans of two runs of the stage `plans`, in a row for each planner of both.
 
     Tasks are matched by query id.
+
+    Args:
+        first_run: Output folder of a run.
+        second_run: Output folder of a run over the same tasks in other words.
 
     Raises:
         SkilltrainError: No planner has tasks in both runs.
@@ -38,10 +42,19 @@ def agreements(first_run: Path, second_run: Path) -> list[Row]:
 
 
 def _compare(first: Scores, second: Scores, query_ids: list[str]) -> Row:
-    """Return the share of tasks with equal DA, and the means of both runs by measure."""
+    """Return the share of tasks with equal DA, and the means of both runs by measure.
+
+    DA (decomposition accuracy) is 1 if a plan has as many steps as the gold plan.
+
+    Args:
+        first: Values of the first run by query id and measure.
+        second: Values of the second run, for tasks in other words.
+        query_ids: Tasks of both runs.
+    """
     row = {"agreement": share([first[key]["DA"] == second[key]["DA"] for key in query_ids])}
     for measure in _MEASURES:
         pairs = [(first[key].get(measure), second[key].get(measure)) for key in query_ids]
+        # Only tasks with a known gold skill for each step have CatR@1.
         known = [pair for pair in pairs if None not in pair]
         if known:
             means = [round(fmean(values), 4) for values in zip(*known, strict=True)]

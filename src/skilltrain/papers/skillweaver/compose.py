@@ -76,12 +76,17 @@ class Plan:
 
     @property
     def levels(self) -> list[list[int]]:
-        """Positions of the steps by level. Steps of one level can be done at the same time."""
+        """Positions of the steps by level. Steps of one level can be done at the same time.
+
+        A step that waits for no step is on level 0. Any other step is one level above the highest
+        of the steps that it waits for.
+        """
         level_by_step = []
         levels = []
         for position, step in enumerate(self.steps):
             level = max((level_by_step[earlier] + 1 for earlier in step.after), default=0)
             level_by_step.append(level)
+            # A step only waits for earlier steps, so a new level is always the next one.
             if level == len(levels):
                 levels.append([])
             levels[level].append(position)
@@ -95,10 +100,12 @@ def compose(
     skills: Mapping[str, Skill],
     alpha: float,
 ) -> tuple[Step, ...]:
-    """Choose a skill for each step of a task.
+    """Choose a skill for each step of a task, in the order of the steps.
+
+    The choice for a step depends on the skills that were chosen for earlier steps.
 
     Args:
-        task: The whole task.
+        task: The whole task. The words between its steps tell which steps wait for each other.
         texts: The steps in words.
         rankings: Skills retrieved for each step.
         skills: Skills by id.
@@ -133,6 +140,7 @@ def _best_skill(
     width = max(scores) - lowest
 
     def total_score(candidate: tuple[str, float]) -> float:
+        # Scale the scores of the step's candidates to 0..1. Equal scores all become 1.
         skill_id, score = candidate
         similarity = (score - lowest) / width if width else 1.0
         if not earlier_skills:
@@ -147,7 +155,7 @@ def _best_skill(
 def compatibility(earlier: Skill, later: Skill) -> float:
     """Return how well one skill follows another, from 0 to 1.
 
-    It is the mean of three shares:
+    The value is the mean of three shares:
 
     - common categories (Jaccard),
     - common words, relative to the skill with fewer words,
@@ -176,16 +184,20 @@ class _Traits(NamedTuple):
 
 @lru_cache(maxsize=20_000)
 def _traits(skill: Skill) -> _Traits:
-    """Return the traits of a skill."""
+    """Return the categories, words and kinds of data of a skill, from its name and description.
+
+    For example, a skill described as "convert the csv to a chart" takes csv and gives chart.
+    """
     text = f"{skill.name}. {skill.description}"
+    # A skill may have several categories, separated by commas.
     categories = {name.strip().lower() for name in (skill.category or "").split(",")} - {""}
     # Short Latin words such as "the" tell nothing; a Chinese word is short.
     words = {word for word in words_of(text) if len(word) > 3 or not word.isascii()}
     return _Traits(
         frozenset(categories),
         frozenset(words),
-        gives=kinds_in(text, GIVES),
-        takes=kinds_in(text, TAKES),
+        gives=kinds_in(text, near=GIVES),
+        takes=kinds_in(text, near=TAKES),
     )
 
 
@@ -194,7 +206,7 @@ def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
 
     Args:
         plan: The plan.
-        flags: Findings of the safety screening by skill id.
+        flags: Findings of the safety screening by skill id. They are shown below the skill.
     """
     levels = plan.levels
     num_steps = counted(len(plan.steps), "step")
@@ -208,7 +220,14 @@ def plan_lines(plan: Plan, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
 
 
 def _step_lines(position: int, step: Step, flags: Mapping[str, Sequence[Flag]]) -> list[str]:
-    """Render a step as lines: its number and text, its skill, and the skill's flags."""
+    """Render a step as lines: its number and text, its skill, and the skill's flags.
+
+    Args:
+        position: Position of the step in the plan, from 0. The lines count steps from 1.
+        step: The step.
+        flags: Findings of the safety screening by skill id.
+    """
+    # Texts of tasks and skills are not trusted. `printable` makes them safe for a terminal.
     line = f"  {position + 1}. {printable(step.text, 100)}"
     if step.after:
         line += f"  (after {', '.join(map(str, _count_from_1(step.after)))})"
@@ -236,6 +255,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
             "candidates": candidates,
         }
         steps.append(row)
+    # The decompositions of the task that led to the steps.
     rounds = [
         {"steps": row.texts, "hints": row.hints, "jaccard": row.jaccard} for row in plan.rounds
     ]
@@ -255,10 +275,17 @@ def _count_from_1(positions: Sequence[int]) -> list[int]:
 
 
 def plan_mermaid(plan: Plan) -> str:
-    """Render a plan as a Mermaid flowchart."""
+    """Render a plan as a Mermaid flowchart.
+
+    Each step is a box with its text and its skill. An arrow leads to a step from each step that it
+    waits for.
+    """
 
     def escape(text: str) -> str:
-        """Return a printable text without characters of Mermaid's syntax."""
+        """Return a printable text without characters of Mermaid's syntax.
+
+        For example, `a "b"` becomes `a #34;b#34;`, which Mermaid shows as `a "b"`.
+        """
         plain = printable(text, _LABEL_CHARS)
         return _MERMAID_SYNTAX.sub(lambda match: f"#{ord(match[0])};", plain)
 

@@ -47,7 +47,10 @@ SkillsByStep = Sequence[Sequence[str]]
 
 
 def measure_names() -> tuple[str, ...]:
-    """Return the names of all measures in order, with their cutoffs."""
+    """Return the names of all measures in order, with their cutoffs.
+
+    For example, `R@k` becomes `R@1`, `R@5` and `R@10`.
+    """
     names = []
     for name in MEANINGS:
         if name.endswith("@k"):
@@ -68,7 +71,8 @@ def plan_values(
     """Measure the plan of one task.
 
     Args:
-        task: The task with its gold steps and gold skills.
+        task: The task with its gold steps (the steps of a right plan) and its gold skills (the
+            skills that the task needs).
         retrieved: Skills retrieved for each planned step.
         chosen: Id of the skill chosen for each planned step; None for no skill.
         oracle: Skills retrieved for each gold step, with the step's text as the query.
@@ -81,6 +85,7 @@ def plan_values(
     num_steps = len(retrieved)
     num_gold = len(task.steps)
     chosen_ids = {skill_id for skill_id in chosen if skill_id}
+    # Only the chosen skills need to be in the agent's context, instead of all skills.
     num_tokens = sum(tokens[skill_id] for skill_id in chosen_ids)
     values = {
         "steps": float(num_steps),
@@ -97,7 +102,7 @@ def plan_values(
             is_hit = [bool(skill_ids) and skill_ids[0] in top_ids for skill_ids in oracle]
             values[f"Step R@{k}"] = fmean(is_hit)
 
-    gold = gold_chain(task)
+    gold = gold_chain(task)  # gold skill of each step, which all further measures need
     if not gold:
         return values
 
@@ -128,12 +133,19 @@ def _gold_values(
 ) -> dict[str, float]:
     """Compute the shares of gold skills that each stage of planning finds or loses.
 
+    A gold skill is a skill that the task needs. The stages are decomposition, retrieval and
+    composition (the choice of a skill for each step).
+
     Args:
         task: The task with its gold steps and gold skills.
         retrieved: Skills retrieved for each planned step.
         chosen_ids: Skills chosen for any step.
-        oracle: Skills retrieved for each gold step.
+        oracle: Skills retrieved for each gold step, with the step's text as the query.
+
+    Returns:
+        Share of the gold skills by measure.
     """
+    # An alternative of a gold skill counts like the gold skill.
     accepted_ids = {gold_id: {gold_id} for gold_id in sorted(task.relevance.gold)}
     for skill_id, gold_id in task.relevance.alternatives.items():
         accepted_ids[gold_id].add(skill_id)
@@ -142,13 +154,17 @@ def _gold_values(
         """Return the gold skills that are among the given skills."""
         return {gold_id for gold_id, accepted in accepted_ids.items() if accepted & skill_ids}
 
-    retrieved_gold = gold_among(_top_ids(retrieved, k=None))
+    # The gold skills that count for each measure. A skill is lost in composition if a planned step
+    # found it, but no step chose it.
+    retrieved_gold = gold_among(_top_ids(retrieved, k=None))  # at any rank
     chosen_gold = gold_among(chosen_ids)
     gold_by_measure = {f"Skill R@{k}": gold_among(_top_ids(retrieved, k)) for k in CUTOFFS}
     gold_by_measure["Chosen"] = chosen_gold
     gold_by_measure["Lost in composition"] = retrieved_gold - chosen_gold
     if task.steps:
-        oracle_gold = gold_among(_top_ids(oracle, k=None))
+        # Skills that no planned step found. If the text of a gold step finds the skill, the planned
+        # steps are at fault (decomposition), else the retriever.
+        oracle_gold = gold_among(_top_ids(oracle, k=None))  # at any rank
         missed_gold = set(accepted_ids) - retrieved_gold
         gold_by_measure["Oracle Skill R@10"] = gold_among(_top_ids(oracle, k=10))
         gold_by_measure["Lost in decomposition"] = missed_gold & oracle_gold
@@ -175,14 +191,17 @@ def category_recall(
 ) -> float:
     """Return the share of gold steps whose category is among the first `k` skills of the same step.
 
+    Steps are compared by position. A gold step without a step at its position counts as missed.
+
     Args:
         gold: Gold skill of each step.
-        skills_by_step: Skills of each step.
+        skills_by_step: Ids of the skills of each planned step, best first.
         k: Number of skills of a step that count.
         categories: Category by skill id. None never hits.
     """
     num_hits = 0
     for gold_id, skill_ids in zip(gold, skills_by_step, strict=False):
         step_categories = {categories[skill_id] for skill_id in skill_ids[:k]}
+        # A skill without a category has the category None, which must not match another None.
         num_hits += categories[gold_id] in step_categories - {None}
     return num_hits / len(gold)

@@ -120,19 +120,26 @@ class Planner:
     lenient: bool = False
 
     def plan(self, tasks: Sequence[Query]) -> list[Plan]:
-        """Return a plan for each task. Rules plan a task if the model fails."""
+        """Return a plan for each task. Rules plan a task if the model fails.
+
+        A task is split into steps, skills are retrieved for each step, and one skill is chosen for
+        each step.
+        """
         rounds, failures = self._decompose(tasks)
+        # Only the steps of the last round go into the plan.
         last_rounds = [rounds[task.query_id][-1] for task in tasks]
         retrieved = find_each(self.find, [last.texts for last in last_rounds], NUM_CANDIDATES)
         plans = []
         for task, last, retrieved_rankings in zip(tasks, last_rounds, retrieved, strict=True):
             rankings = retrieved_rankings
+            # LLM-Direct has chosen a skill for each step. It is the only candidate, with score 1.
             if last.chosen:
                 rankings = [[(skill_id, 1.0)] for skill_id in last.chosen]
             alpha = self.config.compose.alpha
             steps = compose(task.text, last.texts, rankings, self.skills, alpha)
             made_by = self.config.decomposer.kind
             notes = ()
+            # No answer of the model was usable for this task.
             if task.query_id in failures:
                 made_by = "rules"
                 notes = (f"planned by rules, for {failures[task.query_id]}",)
@@ -141,6 +148,9 @@ class Planner:
 
     def _decompose(self, tasks: Sequence[Query]) -> tuple[RoundsByQuery, dict[str, str]]:
         """Split each task into steps, in one round or several.
+
+        A round holds the steps that one answer of a model gives, or that rules find. Only a model
+        with hints plans a task in several rounds.
 
         Returns:
             Rounds by query id; reason by query id, for tasks that a model failed to plan.
@@ -153,6 +163,7 @@ class Planner:
         for task in tasks:
             if isinstance(decomposer, WholeConfig):
                 rounds[task.query_id] = [Round((one_line(task.text),))]
+            # Without a model, rules plan all tasks, and else the tasks that the model failed.
             elif task.query_id not in rounds:
                 rounds[task.query_id] = [Round(steps_by_rules(task.text))]
         return rounds, failures
@@ -165,7 +176,7 @@ class Planner:
         Returns:
             Rounds by query id; failure reason by query id, for tasks without a round.
         """
-        llm = LLM(config.llm)
+        llm = LLM(config.llm)  # one for all requests, because it counts the budget
 
         def ask_model(requests: Sequence[Ask]) -> Outcome[Ask, Any]:
             return ask_all(config.questions(llm, requests), drop_if_down=self.lenient)
@@ -176,11 +187,13 @@ class Planner:
             outcome = ask_model(self._requests_with_choices(config, tasks))
         else:
             outcome = ask_model([Ask(task) for task in tasks])
+        # Each usable answer is the first round of a task. Hints lead to further rounds.
         rounds = {request.query_id: [first_round] for request, first_round in outcome.values}
         if isinstance(config, StepsConfig) and self.config.hints.rounds:
             planned_tasks = [request.query for request, _ in outcome.values]
-            self._refine(ask_model, planned_tasks, rounds)
+            self._refine(ask_model, planned_tasks, rounds)  # appends to `rounds`
 
+        # A task has no round if its answer was dropped, or if ReAct ended without a search.
         failures = {}
         for task in tasks:
             if task.query_id not in rounds:
@@ -193,12 +206,15 @@ class Planner:
     def _refine(self, ask_model: AskAll, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Let the model plan again with hints, and append the new rounds to `rounds`.
 
+        Hints are skills that were retrieved for the steps of the last round. A task for which the
+        model fails keeps its earlier steps.
+
         Args:
             ask_model: Sends requests to the model.
             tasks: Tasks that have a first round.
             rounds: Rounds by query id.
         """
-        remaining_tasks = tasks
+        remaining_tasks = tasks  # tasks whose last round has no hints yet
         for _ in range(self.config.hints.rounds):
             self._add_hints(remaining_tasks, rounds)
             requests = self._hint_requests(remaining_tasks, rounds)
@@ -208,20 +224,28 @@ class Planner:
             remaining_tasks = [request.query for request, _ in outcome.values]
             for request, next_round in outcome.values:
                 rounds[request.query_id].append(next_round)
+        # The report compares the hints of all rounds, so the last round gets its hints, too.
         self._add_hints(remaining_tasks, rounds)
 
     def _add_hints(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> None:
         """Retrieve hints for the steps of each task's last round, and store them in that round.
 
         The best skill of every step comes first, then the second best, and so on.
+
+        Args:
+            tasks: The tasks.
+            rounds: Rounds by query id. The last round of each task is replaced.
         """
         max_hints = self.config.hints.count
         texts = [rounds[task.query_id][-1].texts for task in tasks]
         retrieved = find_each(self.find, texts, max_hints)
         for task, rankings in zip(tasks, retrieved, strict=True):
+            # The first skill of every step, then the second skills, and so on. Short rankings are
+            # padded with None.
             candidates_by_rank = chain.from_iterable(zip_longest(*rankings))
             hint_ids = dict.fromkeys(pair[0] for pair in candidates_by_rank if pair)
             hints = tuple(hint_ids)[:max_hints]
+            # Compare the hints with the previous round's hints. The first round has no similarity.
             task_rounds = rounds[task.query_id]
             jaccard = None
             if len(task_rounds) > 1:
@@ -231,7 +255,14 @@ class Planner:
             task_rounds[-1] = replace(task_rounds[-1], hints=hints, jaccard=jaccard)
 
     def _hint_requests(self, tasks: Sequence[Query], rounds: RoundsByQuery) -> list[Ask]:
-        """Return a request to plan again for each task whose last round brought new hints."""
+        """Return a request to plan again for each task whose last round brought new hints.
+
+        A task whose hints hardly change is finished: the model would see nearly the same hints.
+
+        Args:
+            tasks: Tasks whose last round has hints.
+            rounds: Rounds by query id.
+        """
         settings = self.config.hints
         requests = []
         for task in tasks:
@@ -246,11 +277,17 @@ class Planner:
     def _requests_with_choices(self, config: DirectConfig, tasks: Sequence[Query]) -> list[Ask]:
         """Return a request for each task, with the skills that the model may choose.
 
-        The skills are sorted by id, which hides the gold skills among them.
+        They are the gold skills (that the task needs), if known, and the skills nearest to the
+        task. All are sorted by id, so that their order does not show which ones are gold.
+
+        Args:
+            config: Settings of LLM-Direct, a model that chooses a skill for each step.
+            tasks: Tasks to plan.
         """
         requests = []
         rankings = self.find([task.text for task in tasks], config.shown)
         for task, ranking in zip(tasks, rankings, strict=True):
+            # The gold skills come first, so that the cut to `shown` skills keeps them.
             skill_ids = sorted(self.golds.get(task.query_id, ()))
             skill_ids += [skill_id for skill_id, _ in ranking]
             distinct_ids = list(dict.fromkeys(skill_ids))[: config.shown]
@@ -265,6 +302,9 @@ class Planner:
     def _search(self, ask_model: AskAll, tasks: Sequence[Query]) -> Outcome[Ask, Round]:
         """Let the model search for skills, one search after the other, as in ReAct.
 
+        The model sees the results of its earlier searches of a task. Each search is a step of the
+        plan. The model stops by itself, or after MAX_STEPS searches.
+
         Args:
             ask_model: Sends requests to the model.
             tasks: Tasks to plan.
@@ -278,6 +318,7 @@ class Planner:
         for _ in range(MAX_STEPS):
             outcome = ask_model(requests)
             dropped += outcome.dropped
+            # An empty search means that the model is done with the task.
             turns = [(request, search) for request, search in outcome.values if search]
             if not turns:
                 break
@@ -286,6 +327,7 @@ class Planner:
             for (request, search), ranking in zip(turns, rankings, strict=True):
                 searches[request.query_id].append(search)
                 lines = self._describe([skill_id for skill_id, _ in ranking], "described")
+                # The next request for the task also holds the results of this search.
                 titled_results = ("so far", f"search: {search}\n{lines}".strip())
                 titled_texts = (*request.titled_texts, titled_results)
                 requests.append(replace(request, titled_texts=titled_texts))
@@ -295,12 +337,16 @@ class Planner:
             texts = tuple(searches[task.query_id])
             if texts:
                 rounds.append((Ask(task), Round(texts)))
-        return Outcome(rounds, dropped, used={})
+        return Outcome(rounds, dropped, used={})  # nobody reads the tokens and cost
 
     def _describe(self, skill_ids: Sequence[str], show: str) -> str:
         """Return what the model sees of skills (see `HintsConfig.show`).
 
         Names or categories are on one line. Each name with a description has its own line.
+
+        Args:
+            skill_ids: Ids of the skills.
+            show: `names`, `categories`, or `described` for names with descriptions.
         """
         skills = [self.skills[skill_id] for skill_id in skill_ids]
         if show == "categories":
@@ -326,6 +372,7 @@ def find_each(find: Find, tasks: Sequence[Sequence[str]], keep: int) -> list[lis
     Returns:
         For each task, the ranking of each step.
     """
+    # Retrieve for the steps of all tasks together. Then take the rankings of each task in turn.
     texts = list(chain.from_iterable(tasks))
     rankings = iter(find(texts, keep) if texts else ())
     return [list(islice(rankings, len(steps))) for steps in tasks]

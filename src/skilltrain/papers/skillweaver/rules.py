@@ -161,11 +161,16 @@ class Round:
 
 
 def steps_by_rules(task: str) -> tuple[str, ...]:
-    """Split a task into steps, at most MAX_STEPS. A task that no rule splits is one step."""
+    """Split a task into steps, at most MAX_STEPS. A task that no rule splits is one step.
+
+    For example, "Find papers on X, then write a report." gives "Find papers on X" and "write a
+    report".
+    """
     clauses = []
     for sentence in _SENTENCE.split(task):
         if sentence:
             clauses += _clauses(one_line(sentence))
+    # A clause without a verb of action, a question or a wish only describes the setting.
     steps = [clause for clause in clauses if _ACTION.search(clause)]
     if not steps:
         return (one_line(task),)
@@ -179,6 +184,7 @@ def _clauses(sentence: str) -> list[str]:
     "reading the page" and "save it". With "before", the order is the other way round.
     """
     sentence = _OPENING.sub("", sentence)  # without words such as "please"
+    # Match "after TIME, MAIN" or "MAIN after TIME". The group `before` is set for "before".
     match = _LEADING_TIME.match(sentence) or _TRAILING_TIME.match(sentence)
     if match:
         time_clauses = _clauses(match["time"])  # after the word "after" or "before"
@@ -187,6 +193,7 @@ def _clauses(sentence: str) -> list[str]:
             return main_clauses + time_clauses
         return time_clauses + main_clauses
 
+    # Split at words of order such as "then", and at "and" or a comma before a verb.
     clauses = []
     for text in _ORDER.split(sentence):
         clause = _OPENING.sub("", text).strip(" ,;:.!?，。")
@@ -197,6 +204,8 @@ def _clauses(sentence: str) -> list[str]:
 
 def kinds_in(text: str, near: re.Pattern[str] | None = None) -> frozenset[str]:
     """Return the kinds of data (chart, csv …) that a text names.
+
+    For example, "convert the csv to a chart" names csv and chart. It gives a chart and takes a csv.
 
     Args:
         text: The text.
@@ -251,6 +260,9 @@ def dependencies(task: str, texts: Sequence[str]) -> Waits:
 
 def _between(task: str, first: str, second: str) -> str:
     """Return the words of a task between two of its steps.
+
+    For example, the task "find a page, then save it" with the steps "find a page" and "save it"
+    gives ", then ". Such words tell how the second step depends on the first step.
 
     Returns "before" if the task names the second step first, and "" if a step is not in the task.
     """

@@ -136,16 +136,13 @@ class Plans(Stage):
         return len(self.planners)
 
     def run(self, out: Path) -> Summary:
-        """Write the plans and their scores.
-
-        Returns:
-            Numbers of tasks and skills, and the means over all tasks by planner.
-        """
+        """Write the plans and their scores. Return counts, and means over all tasks by planner."""
         benchmark, skills, pool = _open(self)
         tasks = benchmark.tasks
 
         # Plan the tasks, and score the plans.
         find = finder(self.system, pool)
+        # Skills that each task needs. Only LLM-Direct sees them, among other skills.
         golds = {task.query.query_id: task.relevance.gold for task in tasks}
         planners = {each.name: Planner(each, skills, find, golds) for each in self.planners}
         plans = {name: planner.plan(benchmark.queries) for name, planner in planners.items()}
@@ -201,6 +198,7 @@ class Plans(Stage):
     def dry_run(self) -> Summary:
         """Count the tasks and estimate the cost of each chat model's first requests."""
         benchmark, _, pool = _open(self)
+        # The estimate leaves out skills that a request shows, because nothing is retrieved here.
         asks = [Ask(task.query) for task in benchmark.tasks]
         costs = {}
         for planner in self.planners:
@@ -211,16 +209,19 @@ class Plans(Stage):
 
 
 def _means_over_all_tasks(slices: SlicesByPlanner) -> dict[str, dict[str, float]]:
-    """Return the rounded means by measure of each planner. Its first slice holds all tasks."""
+    """Return the means over all tasks by planner and measure, rounded to 4 decimals."""
     means_by_planner = {}
     for planner, planner_slices in slices.items():
-        means = planner_slices[0].means[planner]
+        means = planner_slices[0].means[planner]  # the first slice holds all tasks
         means_by_planner[planner] = {name: round(mean.mean, 4) for name, mean in means.items()}
     return means_by_planner
 
 
 def _slice_rows(slices: SlicesByPlanner) -> dict[str, list[dict[str, Any]]]:
-    """Return the slices of each planner as rows of metrics.json."""
+    """Return the slices of each planner as rows of metrics.json.
+
+    A slice holds the tasks with one value of a label, such as the tasks of difficulty "hard".
+    """
     rows = {}
     for name, planner_slices in slices.items():
         rows[name] = []
@@ -237,7 +238,13 @@ def _slice_rows(slices: SlicesByPlanner) -> dict[str, list[dict[str, Any]]]:
 
 
 def _write_rows(results: Sequence[SystemResult], plans: PlansByPlanner, out: Path) -> None:
-    """Write per_query.jsonl and plans.jsonl: a row for each planner and task."""
+    """Write per_query.jsonl and plans.jsonl: a row for each planner and task.
+
+    Args:
+        results: Values of each planner's plans by query id and measure, for per_query.jsonl.
+        plans: Plans of all tasks by planner, for plans.jsonl.
+        out: Folder of the run.
+    """
     scores = []
     for result in results:
         for query_id, values in result.per_query.items():
@@ -262,10 +269,12 @@ def finder(system: SystemConfig, skills: Sequence[Skill]) -> Find:
 
     def find(texts: Sequence[str], keep: int) -> list[Ranking]:
         """Return the first `keep` skills for each text."""
+        # Rankers take queries, so make a query from each text.
         queries = [
             Query(f"step {number}", text, kind="step", origin="plan", split="")
             for number, text in enumerate(texts)
         ]
+        # None: the first ranker searches the pool.
         rankings = run_rankers(with_keeps(system.rankers, keep), queries, None, pool)
         return [rankings[query.query_id][:keep] for query in queries]
 
@@ -296,6 +305,7 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
         fix = "it needs plans.parquet"
         raise SkilltrainError("missing-table", problem, where=config.benchmark, fix=fix)
 
+    # Held-out skills may be gold skills (that a task needs), but the planners cannot find them.
     held_out = read_pool(config.held_out) if config.held_out else []
     skills = {skill.skill_id: skill for skill in [*pool, *held_out]}
     benchmark = check_pool(benchmark, skills)
@@ -303,6 +313,7 @@ def _open(config: Plans) -> tuple[Benchmark, dict[str, Skill], list[Skill]]:
         if step.skill_id and step.skill_id not in skills:
             problem = f"skill '{step.skill_id}' of a step is not in the pool"
             raise SkilltrainError("unknown-skill", problem, where=config.benchmark)
+    # The pool may hold some of the held-out skills.
     held_out_ids = {skill.skill_id for skill in held_out}
     findable = [skill for skill in pool if skill.skill_id not in held_out_ids]
     return benchmark, skills, findable
@@ -322,12 +333,13 @@ def _results(
         find: Retrieves skills for texts.
         skills: Skills by id.
     """
-    # Retrieve for the gold steps.
+    # The oracle: the skills that are retrieved for the texts of the gold steps.
     gold_texts = []
     for task in tasks:
         gold_texts.append([step.text for step in task.steps])
     rankings_by_task = find_each(find, gold_texts, NUM_CANDIDATES)
     oracle = [_without_scores(rankings) for rankings in rankings_by_task]
+    # Length of each skill in tokens, to measure how much context a plan saves.
     tokens = {
         skill_id: estimate_tokens(f"{skill.name} {skill.description} {skill.body}")
         for skill_id, skill in skills.items()
@@ -342,7 +354,7 @@ def _results(
             values[task.query.query_id] = plan_values(
                 task, retrieved, chosen, oracle_ids, skills, tokens
             )
-        results.append(SystemResult(name, values, {}))
+        results.append(SystemResult(name, per_query=values, rankings={}))  # plans are no rankings
     return results
 
 
@@ -357,7 +369,16 @@ def _without_scores(rankings: Iterable[Ranking]) -> list[list[str]]:
 def _labels(
     tasks: Sequence[Task], result: SystemResult, skills: Mapping[str, Skill]
 ) -> dict[str, Labels]:
-    """Return the labels of each task by query id, for slices of a planner's result."""
+    """Return the labels of each task by query id, for slices of a planner's result.
+
+    The labels are those of the benchmark, the difficulty (by the number of gold steps), whether
+    the planner planned too many steps, and the categories of the gold skills.
+
+    Args:
+        tasks: Tasks with their gold steps (the steps of a right plan).
+        result: Values of the planner's plans by query id and measure.
+        skills: Skills by id.
+    """
     labels = {}
     for task in tasks:
         query_id = task.query.query_id
@@ -371,6 +392,7 @@ def _labels(
         difficulty = _DIFFICULTIES.get(num_steps, "hard")
         task_labels = {**task.labels, "difficulty": difficulty, "steps planned": planned}
 
+        # A benchmark may not say which skill does which step.
         gold = [skills[step.skill_id] for step in task.steps if step.skill_id]
         if gold:
             categories = dict.fromkeys(skill.category or "none" for skill in gold)
@@ -382,7 +404,15 @@ def _labels(
 def _groups(results: Sequence[SystemResult]) -> list[dict[str, Any]]:
     """Return CatR@1 of each planner and the first one, by who has the right number of steps.
 
-    Tasks without these measures are left out.
+    A planner is compared with the first planner, in up to four groups of tasks: fixed (only the
+    planner has the right number), broken (only the first planner has the right number), both right,
+    and both wrong. Tasks without these measures are left out.
+
+    Args:
+        results: Values of all planners. The first planner is the baseline.
+
+    Returns:
+        A row for each other planner and group, with means over the tasks of the group.
     """
     rows = []
     baseline = results[0].per_query
@@ -391,6 +421,7 @@ def _groups(results: Sequence[SystemResult]) -> list[dict[str, Any]]:
         for query_id, values in result.per_query.items():
             first = baseline[query_id]
             if values.keys() >= _GROUPED:
+                # DA (decomposition accuracy) is 1 if the number of steps is right, else 0.
                 group = _GROUPS[first["DA"], values["DA"]]
                 pairs_by_group.setdefault(group, []).append((first["CatR@1"], values["CatR@1"]))
         for group, pairs in sorted(pairs_by_group.items()):
@@ -410,7 +441,10 @@ def _without_cache(planner: PlannerConfig) -> PlannerConfig:
 
 
 def _latency(planner: Planner, tasks: Sequence[Query]) -> dict[str, float]:
-    """Plan tasks one by one, and return the seconds per task: mean, median and 95th percentile."""
+    """Plan tasks one by one, and return the seconds per task: mean, median and 95th percentile.
+
+    A chat model answers every request anew. Answers from the cache would take no time.
+    """
     uncached = replace(planner, config=_without_cache(planner.config))
     seconds = []
     for task in tasks:
@@ -425,6 +459,9 @@ def _rounds(
     tasks: Sequence[Task], plans: Sequence[Plan], find: Find, skills: Mapping[str, Skill]
 ) -> list[dict[str, Any]]:
     """Summarise each round of a planner.
+
+    A model with hints plans a task again, in several rounds. A task that stopped earlier counts
+    with its last round.
 
     Returns:
         A row for each round: the number of tasks that reached it, and means over all tasks.
@@ -442,15 +479,23 @@ def _rounds(
 def _round_means(
     tasks: Sequence[Task], rounds: Sequence[Round], find: Find, skills: Mapping[str, Skill]
 ) -> dict[str, float | None]:
-    """Return the means of one round of each task. None: no task has a value."""
+    """Return the means over all tasks of one round. None: no task has a value.
+
+    Args:
+        tasks: Tasks with their gold steps.
+        rounds: The round of each task, with its planned steps.
+        find: Retrieves skills for texts.
+        skills: Skills by id.
+    """
     counts = [len(each.texts) for each in rounds]
     is_exact = [count == len(task.steps) for count, task in zip(counts, tasks, strict=True)]
+    # Similarity of the hints to the previous round's hints. The first round has no similarity.
     jaccards = [each.jaccard for each in rounds if each.jaccard is not None]
     retrieved = find_each(find, [each.texts for each in rounds], keep=1)
     recalls = _category_recalls(tasks, retrieved, skills)
     return {
         "steps": fmean(counts),
-        "DA": fmean(is_exact),
+        "DA": fmean(is_exact),  # decomposition accuracy
         "CatR@1": fmean(recalls) if recalls else None,
         "jaccard": fmean(jaccards) if jaccards else None,
     }
@@ -459,11 +504,19 @@ def _round_means(
 def _category_recalls(
     tasks: Sequence[Task], retrieved: Sequence[Sequence[Ranking]], skills: Mapping[str, Skill]
 ) -> list[float]:
-    """Return CatR@1 of the tasks that have a gold skill for every step."""
+    """Return CatR@1 of the tasks that have a gold skill for every step.
+
+    CatR@1 is the share of the steps whose first retrieved skill has the category of the gold skill.
+
+    Args:
+        tasks: Tasks with their gold steps.
+        retrieved: For each task, the ranking of each planned step.
+        skills: Skills by id.
+    """
     categories = {skill_id: skill.category for skill_id, skill in skills.items()}
     recalls = []
     for task, rankings in zip(tasks, retrieved, strict=True):
-        gold = gold_chain(task)
+        gold = gold_chain(task)  # gold skill of each step; empty if a step has none
         if gold:
             recalls.append(category_recall(gold, _without_scores(rankings), 1, categories))
     return recalls
@@ -477,6 +530,7 @@ def _notes(plans: PlansByPlanner) -> list[str]:
     """
     notes = []
     for name, task_plans in plans.items():
+        # A plan has a note only if a model failed, and rules planned the task.
         plan_notes = [plan.notes[0] for plan in task_plans if plan.notes]
         if plan_notes:
             share = f"{len(plan_notes)} of {len(task_plans)} tasks"
