@@ -132,7 +132,7 @@ class ChoosingConfig(AskingConfig):
 
         Args:
             query: The query.
-            skills: The candidates. The model sees their names, descriptions and bodies.
+            skills: The candidates. The model sees their texts, cut to the limits of the settings.
             skill_id: The candidate that is judged alone. Empty: the model chooses among all.
         """
         texts = [
