@@ -85,7 +85,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     check_inputs(stage)
     paths = input_paths(stage)
     _check_output_path(out, paths.values())
-    # Such a stage updates its folder. It is always run, and has no record.
+    # A stage with `in_place` updates its folder. The stage is always run, and has no record.
     if stage.in_place:
         return stage.run(out)
 
@@ -102,7 +102,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     summary = _finished_run(out, comparable_identity(identity), is_training and resume)
     if summary is None:
         return _run_and_record(stage, identity, resume)
-    # The results of such a stage are in another folder. It writes those that are missing.
+    # A stage with `on_ranks` has its results in another folder, and writes missing results.
     if stage.on_ranks:
         return stage.run(out)
     say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
@@ -140,7 +140,7 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
     Raises:
         SkilltrainError: The stage runs in the main process only.
     """
-    # Every process runs such a stage. It trains nothing, so there is nothing to resume.
+    # Every process runs a stage with `on_ranks`. The stage trains nothing, so it cannot resume.
     if stage.on_ranks:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):
@@ -207,11 +207,7 @@ class _Record(BaseModel):
 def record_of(folder: Path) -> dict[str, Any]:
     """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run.
 
-    If the input is the output of a run, its checkpoints, its absolute paths and its provenance do
-    not count.
-
-    Raises:
-        SkilltrainError: A file or folder is missing or cannot be read.
+    A run.json that another program wrote counts as no record.
     """
     file = folder / RUN_FILE
     if not file.is_file():
@@ -236,6 +232,9 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
 
 def input_fingerprint(path: Path) -> str:
     """Return a SHA-256 of the files of an input.
+
+    If the input is the output of a run, its checkpoints, its absolute paths and its provenance do
+    not count.
 
     Raises:
         SkilltrainError: A file or folder is missing or cannot be read.

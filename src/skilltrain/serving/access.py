@@ -135,6 +135,7 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
     """Return `app` with a check of every request. The check comes before the body is read."""
 
     async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
+        # Scopes of another type are no requests, such as the start of the server.
         response = access.check(scope) if scope["type"] == "http" else None
         answer = app if response is None else response
         await answer(scope, receive, send)

@@ -131,7 +131,7 @@ class Calibrate(Stage):
         assert router.index is not None
         record = router.index.record
         tasks = self._read_tasks(router)
-        # With these passages in the skills, the queries would be far too easy.
+        # If skills hold the passages that became queries, the queries are far too easy.
         if self.masked_pool is not None:
             router = _without_passages(router, tasks, self.masked_pool)
 
@@ -224,7 +224,7 @@ def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
 def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) -> Router:
     """Return a router whose gold skills lack the passages that became queries.
 
-    With these passages the queries would be far easier than requests of users.
+    With these passages in the skills, the queries would be far easier than requests of users.
 
     Args:
         router: Router over the whole skills.

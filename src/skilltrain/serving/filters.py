@@ -52,7 +52,7 @@ class Filters(Config):
             return False
         if self.min_stars is not None and (skill.stars or 0) < self.min_stars:
             return False
-        # ISO dates sort like texts, even with a time behind the date.
+        # Texts of ISO dates sort like the dates, even with a time behind the date.
         if self.updated_since and (skill.updated_at or "") < self.updated_since.isoformat():
             return False
         return skill.skill_id not in self.exclude

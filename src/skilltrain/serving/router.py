@@ -146,12 +146,12 @@ class _OpenPool:
             skill_id,
             skill.name,
             skill.description,
-            path,
-            path.parent if path else None,
-            score,
-            probability,
-            self.explain(query, trace, skill),
-            _screen(skill, path),
+            path=path,
+            folder=path.parent if path else None,
+            score=score,
+            probability=probability,
+            why=self.explain(query, trace, skill),
+            flags=_screen(skill, path),
         )
 
 

@@ -152,8 +152,11 @@ class RerankRequest(Config):
         reranker = _find_model(service, Rerank, "reranker")
 
         # The reranker ranks skills. Each text becomes the body of a skill, and its index the id.
-        skills = {str(i): Skill(str(i), "", "", text) for i, text in enumerate(self.texts)}
-        query = Query("request", self.query, "", "", "")
+        skills = {
+            str(i): Skill(str(i), name="", description="", body=text)
+            for i, text in enumerate(self.texts)
+        }
+        query = Query("request", self.query, kind="", origin="", split="")
         # All texts are candidates. No ranker has scored them before, so their scores are 0.
         candidates = {query.query_id: [(skill_id, 0.0) for skill_id in skills]}
         rankings = reranker.over(skills).rank([query], candidates, len(skills))
@@ -545,7 +548,7 @@ def serve_http(
         access: Requests that are allowed.
 
     Raises:
-        SkilltrainError: The address cannot be used, for instance because it is in use.
+        SkilltrainError: The address cannot be used, for instance because another program uses it.
     """
     listener = _listen(host, port)
     if not (access.token or is_loopback(host)):
