@@ -70,7 +70,8 @@ _ANOTHER_FOLDER = "choose another out=…, or delete the folder"
 def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     """Run a stage into its folder `out` and return its summary.
 
-    A folder that already holds the same finished run is left as it is.
+    The resolved recipe and a record of the run are written into the folder too. A folder that
+    already holds the same finished run is left as it is.
 
     Args:
         stage: The stage.
@@ -82,6 +83,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     out = stage.out
     if resume is None:
         resume = run_state(out) == "begun"
+    # In a distributed run, only the main process checks the folder and writes the record.
     if not is_main_process():
         return _run_on_other_rank(stage, resume)
     check_inputs(stage)
@@ -100,10 +102,12 @@ def _run_on_main_rank(stage: Stage, resume: bool) -> Summary:
     identity = _identity(stage)
     is_training = isinstance(stage, TrainingStage)
     if is_training:
+        # A killed training run may have left temporary files.
         remove_leftovers(out)
     summary = _finished_run(out, comparable_identity(identity), is_training and resume)
     if summary is None:
         return _run_and_record(stage, identity, resume)
+    # A stage with `on_ranks` has its results in another folder, and writes missing results.
     if stage.on_ranks:
         return stage.run(out)
     say(f"{out}: already holds this run; nothing to do (to run it again, delete the folder)")
@@ -147,10 +151,13 @@ def _run_and_record(stage: Stage, identity: dict[str, Any], resume: bool) -> Sum
         identity: Recipe, inputs and plug-ins of the run.
         resume: Whether a training run continues from its newest checkpoint.
     """
-    checkout_commit()  # cached until the record
+    # Read the commit now, because the checkout may change during the run. The value is cached, and
+    # `_write_record` uses it.
+    checkout_commit()
     record = {"format": RUN.number, **identity}
     if isinstance(stage, TrainingStage):
         return _train(stage, record, resume)
+    # The folder gets its final name only if the stage succeeds.
     with staged_folder(stage.out) as staged:
         summary = stage.run(staged)
         _write_record(staged, stage, record | {"finished": True, "summary": summary})
@@ -160,9 +167,14 @@ def _run_and_record(stage: Stage, identity: dict[str, Any], resume: bool) -> Sum
 def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
     """Run a stage in a process that is not the main one, and write no record.
 
+    Args:
+        stage: The stage.
+        resume: Whether a training run continues from its newest checkpoint.
+
     Raises:
         SkilltrainError: The stage runs in the main process only.
     """
+    # Every process runs a stage with `on_ranks`. The stage trains nothing, so it cannot resume.
     if stage.on_ranks:
         return stage.run(stage.out)
     if not isinstance(stage, TrainingStage):
@@ -171,6 +183,7 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
             f"the stage {stage.stage} runs in one process",
             fix="run it without accelerate launch",
         )
+    # A finished run is not run again. The main process checks that its settings are the same.
     record = record_of(stage.out)
     if record.get("finished"):
         return record["summary"]
@@ -180,6 +193,8 @@ def _run_on_other_rank(stage: Stage, resume: bool) -> Summary:
 def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summary:
     """Train in the output folder, and write the record before and after the training.
 
+    If a new run fails before its first checkpoint, its folder is deleted.
+
     Args:
         stage: The stage.
         record: Record of the run, without `finished` and `summary`.
@@ -187,12 +202,15 @@ def _train(stage: TrainingStage, record: dict[str, Any], resume: bool) -> Summar
     """
     out = stage.out
     with locked(out):
+        # A folder without a record holds no run yet.
         is_new = not (out / RUN_FILE).is_file()
         try:
             out.mkdir(parents=True, exist_ok=True)
+            # With this record, a run that is stopped can be found and resumed.
             _write_record(out, stage, record | {"finished": False})
             summary = stage.run(out, resume)
         except BaseException:
+            # Without a checkpoint there is nothing to resume.
             if is_new and not any(out.glob(f"{CHECKPOINTS}/step-*[0-9]")):
                 shutil.rmtree(out, ignore_errors=True)
             raise
@@ -221,7 +239,10 @@ class _Record(BaseModel):
 
 
 def record_of(folder: Path) -> dict[str, Any]:
-    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run."""
+    """Return the record that `run_stage` wrote in `folder`. Empty: the folder holds no run.
+
+    A run.json that another program wrote counts as no record.
+    """
     file = folder / RUN_FILE
     if not file.is_file():
         return {}
@@ -230,7 +251,7 @@ def record_of(folder: Path) -> dict[str, Any]:
         _Record.model_validate(record)
     except ValidationError:
         return {}
-    for key in ("recipe", "summary"):
+    for key in ("recipe", "summary"):  # an unfinished run has no summary
         record.setdefault(key, {})
     return record
 
@@ -246,10 +267,14 @@ def run_state(folder: Path) -> Literal["done", "begun", "to run"]:
 def input_fingerprint(path: Path) -> str:
     """Return a SHA-256 of the files of an input.
 
+    If the input is the output of a run, its checkpoints, its absolute paths and its provenance do
+    not count.
+
     Raises:
         SkilltrainError: A file or folder is missing or cannot be read.
     """
     try:
+        # The path is a file, or a folder that no run has written.
         if not (path / RUN_FILE).is_file():
             return fingerprint(path)
         fingerprints = {
@@ -257,6 +282,7 @@ def input_fingerprint(path: Path) -> str:
             for entry in path.iterdir()
             if entry.name not in (CHECKPOINTS, LOCAL_FILE, RUN_FILE)
         }
+        # The record without its provenance: facts about the code and the machine.
         fingerprints[RUN_FILE] = repr(record_of(path) | {"provenance": None})
         return sha256(repr(sorted(fingerprints.items())).encode()).hexdigest()
     except OSError as error:
@@ -268,24 +294,30 @@ def input_fingerprint(path: Path) -> str:
 def input_paths(config: Config) -> dict[str, Path]:
     """Return the files and folders that a stage reads, by the key of their setting.
 
-    A key such as `encoder.source` leads into a section, and `sources.0` into a list.
+    A setting is an input if its type is marked, such as `InputPath`. A key such as `encoder.source`
+    leads into a section, and `sources.0` into a list.
+
+    Args:
+        config: Settings of a stage, or of a section of its recipe.
     """
     paths = {}
     unused = config.unused_settings()
     for name, field in type(config).model_fields.items():
         value = getattr(config, name)
+        # Each item of a list has a key of its own: `sources.0`, `sources.1`.
         items = {name: value}
         if isinstance(value, list | tuple | dict):
             items = {f"{name}.{number}": item for number, item in enumerate(value)}
         for key, item in items.items():
             if key in unused:
-                continue
+                continue  # this run does not read it
             if isinstance(item, Config):
                 for inner_key, path in input_paths(item).items():
                     paths[f"{key}.{inner_key}"] = path
             elif is_input(field) and isinstance(item, Path):
                 paths[key] = item
             elif is_input(field) and isinstance(item, str):
+                # A model is named by a folder, a Hub id or a package. Only a folder is an input.
                 folder = Path(item).expanduser()
                 if folder.is_dir():
                     paths[key] = folder
@@ -307,12 +339,14 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
 
     Args:
         config: Settings of a stage.
-        pending: Output folders of earlier runs. Inputs inside them may be missing.
+        pending: Output folders of runs that come before this stage. They will make the inputs
+            inside these folders.
     """
     for key, path in input_paths(config).items():
         is_pending = any(map(path.is_relative_to, pending))
         if is_pending or path.exists():
             continue
+        # The last part of a key such as `data.lists` tells what kind of input is missing.
         _, _, setting = key.rpartition(".")
         fix = f"it is the setting {key}"
         if setting in _MADE_BY:
@@ -323,6 +357,7 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
 
 def _check_output_path(out: Path, inputs: Iterable[Path]) -> None:
     """Raise SkilltrainError if the temporary folder of the output `out` contains an input."""
+    # A stage writes into this folder, which is renamed to `out` at the end.
     staging = staging_path(out).resolve()
     for path in inputs:
         if path.resolve().is_relative_to(staging):
@@ -395,8 +430,10 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
 def comparable_identity(identity: dict[str, Any]) -> dict[str, Any]:
     """Return the identity of a run without the settings that do not change its results.
 
+    These settings are `workers`, and the names in FREE_TO_CHANGE in the section `training`.
+
     Args:
-        identity: Values of a run's record by their key, with the recipe.
+        identity: Parts of a run's record by their key. One of them is `recipe`.
     """
     if not isinstance(identity["recipe"], dict):
         return identity
@@ -410,7 +447,9 @@ def comparable_identity(identity: dict[str, Any]) -> dict[str, Any]:
 
 
 def _first_difference(old: Any, new: Any, path: str = "") -> str:
-    """Return the path of the first value that differs in two nested dicts, such as `recipe.seed`.
+    """Return the path of the first value that differs in two nested dicts.
+
+    For example, {"recipe": {"seed": 1}} and {"recipe": {"seed": 2}} differ in `recipe.seed`.
 
     Args:
         old: A value of one run's identity.
@@ -422,6 +461,7 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
     """
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return "" if old == new else path
+    # The union has the keys of both dicts. A missing key counts as None.
     for key in new | old:
         key_path = f"{path}.{key}" if path else str(key)
         difference = _first_difference(old.get(key), new.get(key), key_path)
@@ -432,5 +472,6 @@ def _first_difference(old: Any, new: Any, path: str = "") -> str:
 
 def _write_record(folder: Path, config: Config, record: dict[str, Any]) -> None:
     """Write the record and the recipe of a run."""
+    # The record comes first, because a folder without a record holds no run.
     write_json(folder / RUN_FILE, record | {"provenance": provenance_of(config)})
     write_text(folder / RECIPE_FILE, to_yaml(config))

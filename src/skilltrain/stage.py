@@ -206,7 +206,13 @@ def _with_singulars(text: str) -> str:
 
 
 def _in_words(value: Any) -> str:
-    """Return a value of a summary as a person reads it, such as `1,234` or `easy 3, hard 4`."""
+    """Return a value of a summary as a person reads it.
+
+    For example, 1234 becomes "1,234", and {"easy": 3, "hard": 4} becomes "easy 3, hard 4".
+
+    Args:
+        value: A number, a text, or a map of such values.
+    """
     if isinstance(value, Mapping):
         if value.keys() >= {"mean", "low", "high"}:  # a mean with its interval
             return "{mean:.3f} [{low:.2f}, {high:.2f}]".format_map(value)
@@ -220,6 +226,9 @@ def _in_words(value: Any) -> str:
 def load_stage(name: str) -> type[Stage]:
     """Import the class of a stage, by its name or by an import path.
 
+    Args:
+        name: Name of the stage, or an import path `package.module:Class`.
+
     Raises:
         SkilltrainError: There is no such stage, or the class is no stage.
     """
@@ -228,6 +237,7 @@ def load_stage(name: str) -> type[Stage]:
         raise SkilltrainError(
             "unusable-plugin", f"{name} is no stage: no class derived from skilltrain.stage.Stage"
         )
+    # Every recipe has the keys `stage` and `out`.
     missing = {"stage", "out"} - plugin.model_fields.keys()
     if missing:
         raise SkilltrainError("unusable-plugin", f"the stage {name} has no field '{min(missing)}'")
@@ -240,9 +250,16 @@ def is_stage(name: object) -> bool:
 
 
 def command_of(stage: str) -> str:
-    """Return the command that runs a stage, such as `train`, `r3 rewrite` or `mine`."""
+    """Return the command of the program skilltrain that runs a stage.
+
+    For example, `train_encoder` runs by `train`, `rewrite` by `r3 rewrite`, and `mine` by `mine`.
+
+    Args:
+        stage: Name of the stage, or the import path of another package's class.
+    """
     if stage not in STAGES:
         return stage
+    # The module of a stage tells which group of commands has it.
     path, _ = STAGES[stage]
     if path.startswith("skilltrain.training."):
         return "train"
@@ -311,6 +328,7 @@ def schema_of(stages: Iterable[str]) -> dict[str, Any]:
         definitions |= schema.pop("$defs", {})
         schemas.append(schema)
 
+    # A recipe must fit one of the schemas.
     root = schemas[0] if len(schemas) == 1 else {"oneOf": schemas}
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
@@ -338,10 +356,14 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
 
     A faulty recipe is left out, and its fault is printed.
 
+    Args:
+        folder: Folder of recipes, which may have subfolders.
+
     Raises:
         SkilltrainError: There is no recipe.
     """
     recipes: list[ListedRecipe] = []
+    # Files with fewer folders in their paths come first.
     for file in sorted(folder.rglob("*.yaml"), key=lambda file: (len(file.parts), file)):
         try:
             values = load_recipe(file)

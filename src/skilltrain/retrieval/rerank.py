@@ -104,8 +104,16 @@ class Rerank:
         return replace(self, skills=skills, _scores={}, _keys={})
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Order the first `keep` candidates of each query. The others follow in their order."""
+        """Order the first `keep` candidates of each query. The others follow in their order.
+
+        Args:
+            queries: Queries with distinct ids.
+            candidates: Ranking of the previous ranker by query id. A reranker cannot search the
+                pool.
+            keep: Number of candidates to score for each query.
+        """
         assert candidates is not None, "a reranker needs candidates"
+        # Scores are remembered for each query. Forget them all before they take too much memory.
         if len(self._scores) >= _MAX_REMEMBERED:
             self._scores.clear()
 
@@ -127,6 +135,7 @@ class Rerank:
         for query, pairs, new_scores in zip(progress, pairs_by_query, score_lists, strict=True):
             # `score_by_key` is a dict of `self._scores`, so this also remembers the new scores.
             pairs.score_by_key.update(zip(pairs.new_keys, new_scores, strict=True))
+            # Skills with the same text have the same key, and so the same score.
             score_by_skill: dict[str, float] = {}
             for skill_id, key in pairs.key_by_skill.items():
                 score_by_skill[skill_id] = pairs.score_by_key[key]
@@ -135,8 +144,14 @@ class Rerank:
         return rankings
 
     def _pairs(self, query: Query, skill_ids: Sequence[str]) -> QueryPairs:
-        """Pair a query with its candidates, and look up the scores that are known."""
+        """Pair a query with its candidates, and look up the scores that are known.
+
+        Args:
+            query: The query.
+            skill_ids: Ids of the candidates.
+        """
         key_by_skill = self._tokenize(skill_ids)
+        # dict.fromkeys removes repeated keys and keeps the order.
         distinct_keys = dict.fromkeys(key_by_skill.values())
         # Another thread may clear `_scores` later, but not this dict of the query's scores.
         score_by_key = self._scores.setdefault(query, {})
@@ -146,7 +161,9 @@ class Rerank:
     def _pair_ids(self, query: Query, pairs: QueryPairs) -> list[PairIds]:
         """Return the token ids of the query's new pairs."""
         tokenizer = self.reranker.pair_tokenizer
+        # A query without new pairs need not be tokenized.
         query_ids = tokenizer.query_ids(query.text) if pairs.new_keys else ()
+        # A key holds the token ids of a skill as bytes.
         return [tokenizer.join(query_ids, np.frombuffer(key, np.int32)) for key in pairs.new_keys]
 
     @torch.inference_mode()
@@ -157,7 +174,10 @@ class Rerank:
         return run_micro_batches(self.reranker, pairs, groups).tolist()
 
     def _tokenize(self, skill_ids: Sequence[str]) -> dict[str, TextKey]:
-        """Return the key of each skill."""
+        """Return the key of each skill.
+
+        The key is the bytes of the skill's token ids. Keys of earlier queries are remembered.
+        """
         new_ids = [skill_id for skill_id in skill_ids if skill_id not in self._keys]
         new_skills = [self.skills[skill_id] for skill_id in new_ids]
         token_ids = self.reranker.pair_tokenizer.skill_ids(new_skills)
@@ -186,6 +206,7 @@ def reorder(
     for skill_id, previous_score in ranking[:keep]:
         rescored.append((skill_id, scores[skill_id] + previous_weight * previous_score))
     reranked = sorted(rescored, key=lambda pair: -pair[1])
+    # Each appended skill gets 1 less than the skill before it, below the lowest score.
     lowest = reranked[-1][1] if reranked else 0.0
     for distance, (skill_id, _) in enumerate(ranking[keep:], 1):
         reranked.append((skill_id, lowest - distance))

@@ -55,6 +55,7 @@ def read_choice(ask: Ask, answer: str) -> str:
     `3`, `[3]`, `3.`, `**3**`, `Skill 3` and `The best candidate is: 3` name one; `3 or 4`, `not 3`
     and `3.5` do not.
     """
+    # Models often put the number in quotes or in Markdown marks.
     match = _NUMBER.fullmatch(answer.strip(" \t\r\n*_`\"'“”"))
     if match is None or not 1 <= int(match[1]) <= len(ask.choices):
         raise AnswerError("no_number", f"it was not one number from 1 to {len(ask.choices)}")
@@ -106,9 +107,17 @@ class ChoosingConfig(AskingConfig):
         return self.keep
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, Any]:
-        """Return the first questions. They show random skills, as the candidates are not known."""
+        """Return the first questions. They show random skills, as the candidates are not known.
+
+        Only the length of these questions matters, because the cost is estimated from them.
+
+        Args:
+            queries: Queries to ask about.
+            skills: The pool.
+        """
         rng = random.Random(0)
         num_candidates = min(self.keep, len(skills))
+        # With too few candidates there is nothing to choose, so nothing is asked.
         if num_candidates < self.min_candidates:
             queries = ()
         items = [self.make_ask(query, rng.sample(skills, num_candidates)) for query in queries]
@@ -123,12 +132,13 @@ class ChoosingConfig(AskingConfig):
 
         Args:
             query: The query.
-            skills: The candidates.
-            skill_id: The candidate that is judged alone, if any.
+            skills: The candidates. The model sees their texts, cut to the limits of the settings.
+            skill_id: The candidate that is judged alone. Empty: the model chooses among all.
         """
         texts = [
             untrusted_skill(skill, self.description_chars, self.body_chars) for skill in skills
         ]
+        # Pairs of title and text: ("candidate 1", "Name: ...").
         candidates = tuple((f"candidate {number}", text) for number, text in enumerate(texts, 1))
         return Ask(query, candidates, tuple(skills), skill_id)
 
@@ -162,14 +172,21 @@ class SelectConfig(ChoosingConfig):
         return replace(questions, prompt=partial(self._messages, _read_prompt(self.prompt)))
 
     def _messages(self, texts: Mapping[str, Any], ask: Ask) -> tuple[str, str]:
-        """Return the messages of a prompt file. Untrusted texts have no frame there."""
+        """Return the messages of a prompt file. No lines with a mark surround the texts.
+
+        Args:
+            texts: Templates of the system message and the user message, as the file holds them.
+            ask: A query and its candidates.
+        """
         skills = []
         for skill in ask.choices:
             description = untrusted_line(skill.description, self.description_chars)
+            # Without `body_chars` the model sees no body.
             body = untrusted_text(skill.body, self.body_chars or 0)
             name = untrusted_line(skill.name)
             skills.append({"name": name, "description": description, "body": body})
         query = untrusted_text(ask.query.text, self.query_chars)
+        # The templates name these values as {{ query }} and {{ skills }}.
         return render_messages(texts, {"query": query, "skills": skills})
 
     def open(self, opened: dict[str, Any]) -> "Select":
@@ -199,9 +216,18 @@ class Chooser:
         """Ask the chat model about the first `keep` candidates of each query.
 
         Queries with too few candidates are not asked about.
+
+        Args:
+            llm: The chat model.
+            queries: Queries to ask about.
+            candidates: Ranking of the previous ranker by query id.
+            keep: Number of candidates that the model sees.
+
+        Returns:
+            The usable answers. A warning says how many queries have no usable answer.
         """
         config = self.config
-        asks = []
+        asks = []  # one for each query with enough candidates
         for query in queries:
             skills = [self.skills[skill_id] for skill_id, _ in candidates[query.query_id][:keep]]
             if len(skills) >= config.min_candidates:
@@ -210,6 +236,7 @@ class Chooser:
         questions = config.questions(llm, asks)
         if asks:
             estimate_cost(questions)  # prints the cost
+        # If the server is down, no query gets an answer, and a warning says so.
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
         num_unusable = len(outcome.dropped)
@@ -225,18 +252,25 @@ class Select(Chooser):
     """A chat model that puts one of the candidates first."""
 
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
-        """Put the chosen candidate first. A score is minus the rank.
+        """Put the chosen candidate first. The score of a skill is minus its rank.
 
         If the model is down, or an answer is not usable, the order stays, with a warning.
+
+        Args:
+            queries: Queries with distinct ids.
+            candidates: Ranking of the previous ranker by query id.
+            keep: Number of candidates that the model sees.
         """
         assert candidates is not None, "a chat model needs candidates"
         outcome = self.ask_model(LLM(self.config.llm), queries, candidates, keep)
+        # Id of the chosen skill by query id, for queries with a usable answer.
         chosen_ids = {item.query_id: skill_id for item, skill_id in outcome.values}
         rankings = {}
         for query in queries:
             query_id = query.query_id
             skill_ids = [skill_id for skill_id, _ in candidates[query_id]]
             if query_id in chosen_ids:
+                # The chosen skill is now in the list twice, and its first place counts.
                 skill_ids.insert(0, chosen_ids[query_id])
             ranked = enumerate(dict.fromkeys(skill_ids), 1)  # each skill once
             rankings[query_id] = [(skill_id, -float(rank)) for rank, skill_id in ranked]

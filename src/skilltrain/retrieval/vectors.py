@@ -48,6 +48,9 @@ class VectorCache:
     def read(self, keys: np.ndarray) -> tuple[Bool[np.ndarray, " key"], Vectors]:
         """Read the vectors of distinct keys.
 
+        Args:
+            keys: [key] Keys of texts, from `text_keys`.
+
         Returns:
             Whether the cache holds each key, and the vector of each key. Vectors of keys that the
             cache lacks are undefined.
@@ -61,6 +64,7 @@ class VectorCache:
                 with np.load(path) as file:
                     # For each row of the file, the position of its key in `keys`, or -1.
                     positions = positions_in(keys, file["keys"])
+                    # Rows of the file whose keys are wanted. Their vectors alone are kept.
                     needed_rows = np.flatnonzero(positions >= 0)
                     if not vectors.size:  # the first file tells the length of the vectors
                         vectors = np.empty((len(keys), file["dim"]), dtype=np.float32)
@@ -83,6 +87,10 @@ class VectorCache:
     def add(self, keys: np.ndarray, vectors: Vectors) -> None:
         """Write `vectors` to disk, and merge small files if there are many.
 
+        Args:
+            keys: [text] Keys of texts, from `text_keys`.
+            vectors: [text, dim] Vector of each text.
+
         Raises:
             SkilltrainError: The vectors cannot be written.
         """
@@ -92,6 +100,7 @@ class VectorCache:
         # A merge may fail (full disk, damaged file, another process). The next call tries again.
         with suppress(SkilltrainError, *_DAMAGED):
             paths = sorted(self.folder.glob("*.npz"))
+            # Each call adds a file. Many small files would make `read` slow.
             small = [path for path in paths if path.stat().st_size < _SMALL_BYTES]
             if len(small) >= _MAX_SMALL_FILES:
                 self._merge(small)
@@ -115,9 +124,16 @@ class VectorCache:
             path.unlink(missing_ok=True)
 
     def _write(self, keys: np.ndarray, vectors: np.ndarray) -> None:
-        """Write vectors into a new file."""
+        """Write vectors into a new file.
+
+        Args:
+            keys: [text] Key of each text.
+            vectors: [text, dim] Vector of each text.
+        """
         path = self.folder / f"{uuid.uuid4().hex}.npz"
         try:
+            # The file gets its name when it is complete. `dim` tells the length of the vectors
+            # without loading them.
             with atomic_path(path) as temporary, temporary.open("wb") as file:
                 np.savez(file, keys=keys, vectors=vectors, dim=vectors.shape[1])
         except SkilltrainError as error:
@@ -183,7 +199,10 @@ def cached_vectors(
 
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:
-    """Return a key of each text, made from its content and its token limit."""
+    """Return a key of each text, [text], made from its content and its token limit.
+
+    Texts that are cut at different limits have different vectors, and so different keys.
+    """
     contents = (f"{max_tokens} {text}".encode(errors="replace") for text in texts)
     digests = [hashlib.sha256(content).digest()[: KEY.itemsize] for content in contents]
     return np.frombuffer(b"".join(digests), KEY)
@@ -192,7 +211,9 @@ def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:
 def positions_in(keys: np.ndarray, searched: np.ndarray) -> Positions:
     """Return the position in `keys` of each key of `searched`, or -1 if `keys` lacks it."""
     order = np.argsort(keys, kind="stable")
+    # Find in the sorted keys the place where each searched key would be inserted.
     insertions = np.searchsorted(keys, searched, sorter=order)
+    # The place may be behind the last key. Then the last key is compared, and differs.
     positions = order[np.minimum(insertions, len(keys) - 1)]
     return np.where(keys[positions] == searched, positions, -1)
 

@@ -57,7 +57,13 @@ class Access:
     is_local: bool = False
 
     def check(self, scope: Scope) -> Response | None:
-        """Return None for an allowed request, otherwise the response that refuses it."""
+        """Return None for an allowed request, otherwise the response that refuses it.
+
+        The headers Host and Origin are checked against DNS rebinding and foreign web pages.
+
+        Args:
+            scope: The request as ASGI passes it, without its body.
+        """
         headers = Headers(scope=scope)
         if host_name(headers.get("host", "")) not in self.hosts:
             return refusal("this host name is not allowed (serve --allowed-host NAME)", 421)
@@ -67,6 +73,7 @@ class Access:
         # A browser sends OPTIONS without the token, to ask whether its page may send a request.
         if not self.token or scope["path"] == "/health" or scope["method"] == "OPTIONS":
             return None
+        # The comparison takes the same time for every wrong token, so its time tells nothing.
         authorization = headers.get("authorization", "").encode()
         if hmac.compare_digest(authorization, f"Bearer {self.token}".encode()):
             return None
@@ -87,6 +94,7 @@ def read_access(
     Raises:
         SkilltrainError: A value is malformed, the variable holds no token, or no host is allowed.
     """
+    # `host_name` removes the port of an allowed host.
     hosts: set[str] = set()
     for allowed_host in allowed_hosts:
         name = host_name(allowed_host)
@@ -105,17 +113,20 @@ def read_access(
 
     if is_loopback(host):
         hosts.update(_LOOPBACK_NAMES)
+    # Without an allowed name, the server would refuse every request.
     if not hosts:
         fault = "other machines can reach this address, but no host name is allowed"
         fix = "name the hosts that clients use: --allowed-host NAME, once for each"
         raise SkilltrainError("invalid-host", fault, where=f"--host {host}", fix=fix)
 
+    # The token comes from a variable, because other users can see a program's arguments.
     token = os.environ.get(token_variable, "").strip()
     if token_variable and not token:
         fault = "this environment variable holds no token"
         raise SkilltrainError("missing-key", fault, where=f"--token-env {token_variable}")
 
     origins = frozenset(origin.lower() for origin in allowed_origins)
+    # A proxy or a web page may bring requests from other machines. Then clients are not local.
     is_local = is_loopback(host) and hosts.issubset(_LOOPBACK_NAMES) and not origins
     return Access(frozenset(hosts), origins, token, is_local)
 
@@ -124,6 +135,7 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
     """Return `app` with a check of every request. The check comes before the body is read."""
 
     async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
+        # Scopes of another type are no requests, such as the start of the server.
         response = access.check(scope) if scope["type"] == "http" else None
         answer = app if response is None else response
         await answer(scope, receive, send)

@@ -115,6 +115,7 @@ class Trace:
         """Return rank and score of a skill by each ranker that found it."""
         entries = []
         for ranker, ranking in self.rankings_by_ranker.items():
+            # Rankers count from 1. A ranker that did not find the skill adds no entry.
             for rank, (ranked_id, score) in enumerate(ranking, 1):
                 if ranked_id == skill_id:
                     entries.append(RankerScore(ranker, rank, score))
@@ -125,11 +126,15 @@ class Trace:
 
         BM25 gives higher scores to longer tasks. Its best score is divided by the square root of
         the highest score that is possible for the task.
+
+        Args:
+            rankers: Names of rankers whose rankings the trace holds.
         """
         top_scores: list[float] = []
         for ranker in rankers:
             scores = [score for _, score in self.rankings_by_ranker[ranker]]
             top_score = max(scores, default=0.0)
+            # Only BM25 has an entry here. The scores of other rankers are divided by 1.
             max_score = self.max_score_by_ranker.get(ranker, 1.0)
             has_words = max_score > 0  # BM25 cannot score a task without words
             if has_words:
@@ -142,11 +147,16 @@ class Trace:
 
         They are its score, its lead over the best other skill, and `top_scores(rankers)`. The lead
         is negative for all skills but the first, and 0 without another skill.
+
+        Args:
+            rankers: Names of the rankers whose top scores are features.
         """
         scores = np.array([score for _, score in self.ranking])
+        # The best other skill is the first one for all skills but the first itself.
         leads = scores - scores[:1]
         if len(scores) > 1:
             leads[0] = scores[0] - scores[1]
+        # Top scores belong to the task, so all skills have the same ones: [skill, ranker].
         top_scores = np.tile(self.top_scores(rankers), (len(scores), 1))
         return np.column_stack([scores, leads, top_scores])
 
@@ -191,6 +201,7 @@ class Calibrator(Config):
     def _one_weight_for_each_feature(self) -> "Calibrator":
         """Check that both logistic functions have a weight for each feature."""
         num_features = 2 + len(self.rankers)  # score, lead, and the top score of each ranker
+        # A file may hold any number of weights, but each feature needs one.
         for logistic in (self.serves, self.fits):
             num_weights = len(logistic.weights)
             if num_weights != num_features:

@@ -131,15 +131,18 @@ class Calibrate(Stage):
         assert router.index is not None
         record = router.index.record
         tasks = self._read_tasks(router)
+        # If skills hold the passages that became queries, the queries are far too easy.
         if self.masked_pool is not None:
             router = _without_passages(router, tasks, self.masked_pool)
 
+        # Route all requests. `route_tasks` makes two cases of each query. Both are in one fold.
         query_cases = route_tasks(router, tasks)
         query_folds = assign_folds(tasks, self.folds, self.seed)
         unserved_cases = self._route_unserved(router)
         cases = query_cases + unserved_cases
         folds = _folds_of_cases(query_folds, len(unserved_cases))
 
+        # The router gets the calibrator of all cases. Cross-validation only gives its metrics.
         calibrator = fit_calibrator(cases, self)
         if calibrator.threshold == 0:
             say("warning: the threshold is 0, because the queries are too few for this `answered`")
@@ -150,17 +153,25 @@ class Calibrate(Stage):
             figures=_cross_validate(cases, folds, self),
             num_queries=len(tasks),
         )
+        # `values["figures"]` has the metrics as values of JSON, such as lists.
         values = calibration.model_dump(mode="json")
         write_json(out / CALIBRATION_FILE, values)
         return {"num_queries": len(tasks), **values["figures"]}
 
     def _read_tasks(self, router: Router) -> list[Task]:
-        """Read the queries, and draw `max_queries` of them. Warn if there are few."""
+        """Read the queries, and draw `max_queries` of them. Warn if there are few.
+
+        Args:
+            router: The router, whose pool must have the gold skills of the queries.
+        """
+        # Gold skills are those that a query asks for.
         benchmark = check_pool(load_benchmark(self.queries, self.split), router.skills.keys())
         if self.clusters is not None:
             gold_ids = set(_gold_ids(benchmark.tasks))
             benchmark = add_copies(benchmark, copies_of(gold_ids, router.skills, self.clusters))
 
+        # Draw positions at random, and keep the drawn queries in their order. With `max_queries`
+        # null, the slice takes all.
         shuffled = np.random.default_rng(self.seed).permutation(len(benchmark.tasks))
         positions = sorted(shuffled[: self.max_queries].tolist())
         tasks = [benchmark.tasks[position] for position in positions]
@@ -172,6 +183,7 @@ class Calibrate(Stage):
     def _route_unserved(self, router: Router) -> list["Case"]:
         """Route the package's general requests and the user's requests that no skill serves."""
         cases = route_unserved(router, GENERAL_REQUESTS, "general")
+        # The folder of the queries may hold such a file, even if the setting names none.
         unserved = self.unserved or self.queries / UNSERVED_FILE
         if unserved.is_file():
             cases += route_unserved(router, unserved, "unserved")
@@ -212,6 +224,8 @@ def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
 def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) -> Router:
     """Return a router whose gold skills lack the passages that became queries.
 
+    With these passages in the skills, the queries would be far easier than requests of users.
+
     Args:
         router: Router over the whole skills.
         tasks: Queries and their gold skills.
@@ -220,15 +234,20 @@ def _without_passages(router: Router, tasks: Sequence[Task], masked_pool: Path) 
     masked_skills = {skill.skill_id: skill for skill in read_skills(masked_pool)}
     skills = dict(router.skills)
     for skill_id in _gold_ids(tasks):
+        # A gold skill that the masked pool lacks stays as it is.
         skills[skill_id] = masked_skills.get(skill_id, skills[skill_id])
     return router.with_skills([*skills.values()])
 
 
 def route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
-    """Route each query twice: over the whole pool, then without the skills that serve it."""
+    """Route each query twice: over the whole pool, then without the skills that serve it.
+
+    The second ranking has no right skill. It shows how the router scores when nothing fits.
+    """
     cases: list[Case] = []
     for task in track(tasks, "routing", len(tasks)):
         relevance = task.relevance
+        # Every skill with a gain counts as right, and so do equivalent skills and near-duplicates.
         right_ids = {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
         right_ids.update(relevance.gold, relevance.alternatives, relevance.copies)
         cases.append(_route(router, task.query.text, right_ids, "served"))
@@ -237,7 +256,14 @@ def route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
 
 
 def _route(router: Router, text: str, right_ids: Collection[str], kind: CaseKind) -> Case:
-    """Route one query. For the kind `hidden`, the skills that serve it are left out."""
+    """Route one query. For the kind `hidden`, the skills that serve it are left out.
+
+    Args:
+        router: The router.
+        text: Text of the query.
+        right_ids: Ids of the skills that serve the query.
+        kind: Kind of the case (see `Case`).
+    """
     excluded_ids = right_ids if kind == "hidden" else ()
     trace = router.trace(text, without=excluded_ids)
     is_right = [skill_id in right_ids for skill_id, _ in trace.ranking]
@@ -252,6 +278,10 @@ def route_unserved(router: Router, file: Path, kind: CaseKind) -> list[Case]:
 def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
+    Args:
+        cases: Routed requests. Served and unserved ones are needed.
+        config: Settings of the stage.
+
     Raises:
         SkilltrainError: The first skill is never right.
     """
@@ -263,6 +293,7 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     rankers = tuple(cases[0].trace.rankings_by_ranker)
     serves = _fit_skill_probability(cases, rankers)
     fits = _fit_answer_probability(cases, rankers)
+    # Begin with limits that refuse no request and no skill. Then replace both limits.
     unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
     threshold = _fit_threshold(unlimited, cases, config)
     miss = _fit_miss(unlimited, cases, config.contained)
@@ -270,18 +301,30 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
 
 
 def _fit_skill_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Logistic:
-    """Fit the probability that a certain skill serves a request, from the first skills."""
+    """Fit the probability that a certain skill serves a request, from the first skills.
+
+    Args:
+        cases: Routed requests.
+        rankers: Names of the rankers whose top scores are features.
+    """
+    # One row of features and one label for each of the first skills of each request.
     rows = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
     labels = [case.is_right[:_MAX_RANK] for case in cases]
     return fit_logistic(np.concatenate(rows), np.concatenate(labels))
 
 
 def _fit_answer_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Logistic:
-    """Fit the probability that any skill serves a request, from the features of the first skill."""
+    """Fit the probability that any skill serves a request, from the features of the first skill.
+
+    Args:
+        cases: Routed requests.
+        rankers: Names of the rankers whose top scores are features.
+    """
     rows: list[np.ndarray] = []
     labels: list[bool] = []
     for case in cases:
         is_served = case.kind == "served"
+        # A served query whose skills are not found is left out, because an answer would not help.
         is_missed = is_served and not case.is_found
         if case.trace.ranking and not is_missed:
             rows.append(case.trace.features(rankers)[0])
@@ -290,21 +333,40 @@ def _fit_answer_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Lo
 
 
 def _fit_threshold(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> float:
-    """Return the lowest confidence with which the router answers a request."""
+    """Return the lowest confidence with which the router answers a request.
+
+    Args:
+        calibrator: Calibrator with fitted probabilities, without limits.
+        cases: Routed requests.
+        config: `answered` is the share of served queries to answer. If it is null, the threshold
+            refuses few of them.
+    """
+    # Confidence is the probability that any skill serves a request.
     kinds = np.array([case.kind for case in cases])  # [case]
     confidence = np.array([calibrator.fit_probability(case.trace) for case in cases])  # [case]
     served = confidence[kinds == "served"]
     if config.answered is not None:
         return bound(served, config.answered)
 
+    # No skill serves these requests, so the router should refuse them.
     general = confidence[np.isin(kinds, ["general", "unserved"])]
+    # Passages of skills are easier than requests of users. So fewer of them may be refused.
     max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else _MAX_REFUSED
     return limit_refusals(served, general, max_refused)
 
 
 def _fit_miss(calibrator: Calibrator, cases: Sequence[Case], contained: float) -> float:
-    """Return the limit `miss` with which the share `contained` of likely sets has a right skill."""
+    """Return the limit `miss` with which the share `contained` of likely sets has a right skill.
+
+    The likely set of a query has all skills with a probability of at least 1 - `miss`.
+
+    Args:
+        calibrator: Calibrator with fitted probabilities, without limits.
+        cases: Routed requests.
+        contained: Share of the served queries whose likely set is to hold a right skill.
+    """
     served = [case for case in cases if case.kind == "served"]
+    # Keep the probabilities of right skills. The likely set needs only the best of them.
     probabilities = [calibrator.probabilities(case.trace)[case.is_right] for case in served]
     best_probabilities = np.array([max(values, default=0.0) for values in probabilities])
     return 1 - bound(best_probabilities, contained)
@@ -313,15 +375,17 @@ def _fit_miss(calibrator: Calibrator, cases: Sequence[Case], contained: float) -
 def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) -> float:
     """Return the highest threshold that refuses at most `max_refused` of the served requests.
 
-    If it answers too many general requests, it is raised until it does not, or until it refuses
-    `_MAX_REFUSED` of the served requests.
+    If this threshold answers too many general requests, it is raised. It stops where `_MAX_REFUSED`
+    of the served requests are refused.
 
     Args:
         served: [request] Confidence for requests that some skill serves.
         general: [request] Confidence for general requests.
         max_refused: Share of the served requests.
     """
+    # Requests below a threshold are refused. These two refuse the two shares of served requests.
     thresholds = np.quantile(served, [max_refused, _MAX_REFUSED], method="lower")
+    # This threshold answers at most the share `_MAX_GENERAL_ANSWERED` of general requests.
     general_threshold = np.quantile(general, 1 - _MAX_GENERAL_ANSWERED, method="higher")
     return float(np.clip(general_threshold, *thresholds))
 
@@ -329,20 +393,29 @@ def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) 
 def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
     """Fit a logistic regression without negative weights.
 
+    A higher feature, such as a score, never makes an answer less probable. So no weight may be
+    negative.
+
     Args:
-        rows: [row, feature] Features.
-        labels: [row] Whether each row is positive.
+        rows: [row, feature] Features. A row is a skill that the router ranked for a request.
+        labels: [row] Whether each row is positive, such as a right skill.
+
+    Returns:
+        Weights and intercept for features that are not scaled.
     """
     from scipy.optimize import minimize
 
+    # Scale the features to mean 0 and variance 1, so that the penalty treats them alike.
     mean = rows.mean(0)  # [feature]
     spread = rows.std(0)  # [feature]
-    spread[spread == 0] = 1
+    spread[spread == 0] = 1  # a constant feature becomes 0, without a division by 0
     scaled = (rows - mean) / spread  # [row, feature]
+    # The last column belongs to the intercept.
     inputs = np.column_stack([scaled, np.ones(len(rows))])  # [row, feature + intercept]
 
     no_negative_weight = [(0, None)] * rows.shape[1]
     free_intercept = (None, None)
+    # L-BFGS-B is a minimiser that accepts bounds of the weights.
     fitted = minimize(
         _penalized_cross_entropy,
         x0=np.zeros(inputs.shape[1]),
@@ -352,6 +425,7 @@ def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
         bounds=[*no_negative_weight, free_intercept],
     ).x
 
+    # Convert the weights to features that are not scaled: w (x - mean) / spread + b.
     weights = fitted[:-1] / spread
     intercept = float(fitted[-1] - mean @ weights)
     return Logistic(weights=tuple(weights.tolist()), intercept=intercept)
@@ -362,14 +436,21 @@ def _penalized_cross_entropy(
 ) -> tuple[float, np.ndarray]:
     """Return the cross-entropy of a logistic regression with an L2 penalty, and its gradient.
 
+    The penalty keeps weights finite if they can separate right answers from wrong ones.
+
     Args:
-        weights: [feature] The last one is the intercept, which has no penalty.
-        inputs: [row, feature]
+        weights: [feature + 1] The last one is the intercept, which has no penalty.
+        inputs: [row, feature + 1] Scaled features, and a column of ones for the intercept.
         labels: [row] Whether each row is positive.
+
+    Returns:
+        The loss, and its gradient: [feature + 1].
     """
+    # For a logit z and a label y of 0 or 1, the cross-entropy is log(1 + e^z) - y z.
     logits = inputs @ weights  # [row]
     positive_logits = logits[labels]  # of the positive rows
     entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(inputs)
+    # The intercept becomes 0 here, so that it adds nothing to the penalty.
     penalized_weights = np.append(weights[:-1], 0.0)
     penalty = _L2 / 2 * penalized_weights @ penalized_weights
 
@@ -395,7 +476,12 @@ def bound(values: np.ndarray, level: float) -> float:
 
 
 def _folds_of_cases(query_folds: np.ndarray, num_unserved: int) -> np.ndarray:
-    """Return the fold of each case: two for each query, then one for each unserved request."""
+    """Return the fold of each case: two for each query, then one for each unserved request.
+
+    Args:
+        query_folds: [query] Fold of each query.
+        num_unserved: Number of unserved requests. They are spread evenly over the folds.
+    """
     num_folds = query_folds.max() + 1
     unserved_folds = np.arange(num_unserved) % num_folds
     return np.append(np.repeat(query_folds, 2), unserved_folds)
@@ -408,13 +494,18 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
         cases: Routed requests.
         folds: [case] Fold of each case.
         config: Settings of the stage.
+
+    Returns:
+        Metrics by name. The module's documentation explains them.
     """
     calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, cases, strict=True))
+    # One value for each case.
     kinds = np.array([case.kind for case in cases])  # [case]
     right = np.array([case.first_is_right for case in cases])
     answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
     probabilities = [calibrator.probabilities(case.trace) for calibrator, case in pairs]
+    # The confidence is the probability that the best skill is right.
     confidence = np.array([max(values, default=0.0) for values in probabilities])
 
     served = kinds == "served"
@@ -435,12 +526,17 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
 
 
 def _likely_set_metrics(pairs: Sequence[tuple[Calibrator, Case]]) -> dict[str, Any]:
-    """Return how many likely sets of served queries hold a right skill, and their mean size."""
+    """Return how many likely sets of served queries hold a right skill, and their mean size.
+
+    Args:
+        pairs: Each case with a calibrator that was not fitted on it.
+    """
     contained: list[bool] = []
     sizes: list[int] = []
     for calibrator, case in pairs:
         if case.kind == "served":
             size = calibrator.num_likely(case.trace)
+            # The likely set has the first `size` skills of the ranking.
             contained.append(any(case.is_right[:size]))
             sizes.append(size)
     return {"contained": share(contained), "num_likely": float(np.mean(sizes))}
@@ -448,6 +544,13 @@ def _likely_set_metrics(pairs: Sequence[tuple[Calibrator, Case]]) -> dict[str, A
 
 def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray:
     """Assign queries to folds. Queries that share a gold skill are in the same fold.
+
+    Groups of such queries go to the fold with the fewest queries, in random order.
+
+    Args:
+        tasks: The queries and their gold skills.
+        num_folds: Number of folds. With fewer groups, each group is a fold.
+        seed: Seed of the order.
 
     Returns:
         The fold of each query, [query].
@@ -458,6 +561,7 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
     groups = _gold_groups(tasks)
     group_sizes = Counter(groups)
     num_folds = min(num_folds, len(group_sizes))
+    # Cross-validation needs a fold to fit on and another one to measure.
     if num_folds < 2:
         problem = f"all {len(tasks)} queries are for the same skills"
         fix = "give queries for other skills"
@@ -468,19 +572,30 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
 
 
 def _gold_groups(tasks: Sequence[Task]) -> list[str]:
-    """Return a group's name for each query. Queries that share a gold skill share the group."""
+    """Return a group's name for each query. Queries that share a gold skill share the group.
+
+    For example, queries with the gold skills {a, b} and {b, c} are in one group.
+    """
     from scipy.cluster.hierarchy import DisjointSet
 
+    # Each gold skill begins as a set of its own. Merging joins two sets.
     linked_skills = DisjointSet(_gold_ids(tasks))
     first_ids = [min(task.relevance.gold) for task in tasks]
     for task, first_id in zip(tasks, first_ids, strict=True):
         for skill_id in task.relevance.gold:
             linked_skills.merge(first_id, skill_id)
+    # A set is named after one of its skills.
     return [linked_skills[first_id] for first_id in first_ids]
 
 
 def _balance_folds(group_sizes: Counter[str], num_folds: int, seed: int) -> dict[str, int]:
-    """Return the fold of each group. In random order, each goes to the smallest fold so far."""
+    """Return the fold of each group. In random order, each goes to the smallest fold so far.
+
+    Args:
+        group_sizes: Number of queries of each group.
+        num_folds: Number of folds.
+        seed: Seed of the order.
+    """
     shuffled_groups = np.random.default_rng(seed).permutation([*group_sizes])
     fold_sizes = np.zeros(num_folds, dtype=np.int64)
     fold_by_group: dict[str, int] = {}
@@ -496,13 +611,16 @@ def fit_out_of_fold(
 ) -> list[Calibrator]:
     """Return for each case the calibrator that is fitted to the cases of the other folds.
 
+    So no calibrator is judged on a case that it was fitted on.
+
     Args:
         fit: Fits a calibrator to cases.
         cases: Routed queries.
         folds: [case] Fold of each case, counted from 0.
     """
-    calibrators = []
+    calibrators = []  # one for each fold
     for fold in range(folds.max() + 1):
+        # `compress` keeps the cases for which the condition is true.
         other_cases = list(compress(cases, folds != fold))
         calibrators.append(fit(other_cases))
     return [calibrators[fold] for fold in folds]
@@ -519,7 +637,9 @@ def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> float:
         is_right: [answer] Whether each answer is right.
     """
     num_bins = min(_NUM_BINS, len(probabilities))
+    # Each bin holds the positions of its answers, from the least certain answers on.
     bins = np.array_split(np.argsort(probabilities, kind="stable"), num_bins)
+    # A bin counts by its number of answers.
     gaps = [len(rows) * abs(probabilities[rows].mean() - is_right[rows].mean()) for rows in bins]
     return float(sum(gaps) / len(probabilities))
 
@@ -527,14 +647,18 @@ def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> float:
 def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple[float, float]]:
     """Return the risk at ten levels of coverage (El-Yaniv and Wiener 2010).
 
+    The router is thought to answer only a share of the tasks, those with the most certain answers.
+
     Args:
         probabilities: [answer] Confidence that each answer is right.
         is_right: [answer] Whether each answer is right.
 
     Returns:
-        Pairs of coverage (share of answered tasks) and risk (share of wrong answers).
+        Pairs of coverage (share of answered tasks) and risk (share of wrong answers among them). A
+        level without an answer is left out.
     """
     most_certain_first = np.argsort(-probabilities, kind="stable")
+    # Wrong answers among the most certain answer, the two most certain ones, and so on.
     num_wrong = np.cumsum(~is_right[most_certain_first])  # [answer]
     num_tasks = len(num_wrong)
     points = []

@@ -36,7 +36,9 @@ class LineHandler(logging.Handler):
         """Print a record, unless its line equals the last one or a client closed its connection."""
         with suppress(Exception):  # the server must not fail because a line cannot be printed
             line = record.getMessage()
+            # `exc_info` has the class, the error and the traceback.
             error = record.exc_info[1] if record.exc_info else None
+            # A client that closes its connection is no fault of the server.
             if isinstance(error, ClientDisconnect):
                 return
             if error is not None:
@@ -51,6 +53,7 @@ def _error_position(error: BaseException) -> str:
     frames = [*traceback.walk_tb(error.__traceback__)]
     if not frames:
         return ""
+    # The last frame is the innermost call, which raised the error.
     frame, line_number = frames[-1]
     return f" ({frame.f_code.co_filename}:{line_number})"
 
@@ -66,6 +69,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_made(transport)
         if self.limit_concurrency and len(self.connections) > self.limit_concurrency:
             self.logger.error("%d connections are open: more get 503", self.limit_concurrency)
+            # The client gets this answer even before it sends a request.
             transport.write(_UNAVAILABLE)
             transport.close()
 
@@ -89,10 +93,14 @@ class LimitedServer(uvicorn.Server):
         return await super().on_tick(counter)
 
     def _drop_slow_clients(self) -> None:
-        """Count one more second for each client that keeps the server waiting. Drop slow ones."""
+        """Count one more second for each client that keeps the server waiting. Drop slow ones.
+
+        uvicorn keeps its open connections in `server_state`. This method is called once a second.
+        """
         connections: set[Any] = self.server_state.connections
         waiting_seconds: dict[Any, int] = {}
         for connection in connections:
+            # uvicorn calls the last request of a connection, with its response, a cycle.
             request = connection.cycle
             if not _is_waiting(request, connection.flow):
                 continue
@@ -100,20 +108,27 @@ class LimitedServer(uvicorn.Server):
             waiting_seconds[key] = self._waiting_seconds.get(key, 0) + 1
             if waiting_seconds[key] > _MAX_WAITING_SECONDS:
                 connection.transport.abort()
+        # Clients that no longer keep the server waiting are forgotten.
         self._waiting_seconds = waiting_seconds
 
 
 def _is_waiting(request: RequestResponseCycle | None, flow: FlowControl) -> bool:
-    """Return whether the server waits for the client to send its request or read the response."""
+    """Return whether the server waits for the client to send its request or read the response.
+
+    Args:
+        request: Last request of the connection with its response. None: there was no request yet.
+        flow: State of the connection. Writing is paused while the client does not read.
+    """
     if flow.write_paused or request is None:
         return True
+    # The body is not complete, or the next request has not come yet.
     return request.more_body or request.response_complete
 
 
 def max_connections() -> int:
     """Return half the number of files that this process may open, but at most 1,000.
 
-    The router itself needs some of them.
+    Each connection is an open file. The router itself needs some files too.
     """
     try:
         from resource import RLIMIT_NOFILE, getrlimit
@@ -123,14 +138,19 @@ def max_connections() -> int:
 
 
 def new_http_server(app: ASGIApp) -> uvicorn.Server:
-    """Create an HTTP/1.1 server that limits open connections and drops slow clients."""
+    """Create an HTTP/1.1 server that limits open connections and drops slow clients.
+
+    Args:
+        app: Application that answers the requests.
+    """
     limit = max_connections()
     backlog = limit // _CONNECTIONS_PER_BACKLOG_ENTRY
+    # `LimitedProtocol` and `LimitedServer` do what uvicorn's own limits leave out.
     config = uvicorn.Config(
         app,
         http=LimitedProtocol,
-        ws="none",
-        log_config=None,
+        ws="none",  # no WebSockets
+        log_config=None,  # `LineHandler` prints the log
         log_level="error",  # mistakes of clients are not logged
         limit_concurrency=limit,
         backlog=backlog,  # connections that wait to be accepted

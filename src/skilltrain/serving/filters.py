@@ -38,7 +38,12 @@ class Filters(Config):
         return {skill.skill_id for skill in skills if not self.accepts(skill)}
 
     def accepts(self, skill: Skill) -> bool:
-        """Return whether a skill passes all filters."""
+        """Return whether a skill passes all filters.
+
+        An empty filter accepts every skill. A skill whose value is unknown (None) is not accepted
+        by a filter of this value.
+        """
+        # These filters name a field of the skill and its allowed values.
         for name in _ONE_OF:
             allowed = getattr(self, name)
             if allowed and getattr(skill, name) not in allowed:
@@ -47,6 +52,7 @@ class Filters(Config):
             return False
         if self.min_stars is not None and (skill.stars or 0) < self.min_stars:
             return False
+        # Texts of ISO dates sort like the dates, even with a time behind the date.
         if self.updated_since and (skill.updated_at or "") < self.updated_since.isoformat():
             return False
         return skill.skill_id not in self.exclude

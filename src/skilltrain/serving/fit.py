@@ -147,16 +147,23 @@ class _StepRunner:
     def run(self, step: str) -> Summary:
         """Write the recipe of a step to a file, run the step, and return its summary.
 
-        A finished step is not run again. The summary is that of the earlier run.
+        A finished step is not run again. The summary is then that of the earlier run.
+
+        Args:
+            step: Name of the step, such as `pool` or `encoder`.
         """
         recipe = self._recipes[step]
+        # The number in the file's name shows the order of the steps.
         number = 1 + list(self._recipes).index(step)
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         write_text(self._folder / f"{number}_{step}.yaml", text)
         say(f"step {step}: {recipe['stage']}")
 
+        # The second argument names the recipe in errors.
         stage = parse_recipe(recipe, f"fit, step {step}")
-        summary = run_stage(stage, resume=None)  # None: resume a training run that was stopped
+        # None resumes a training run that was stopped, so that `fit` can be started again.
+        summary = run_stage(stage, resume=None)
+        # The first line tells the result. The next line names a command that `fit` itself will run.
         result_line = stage.closing_lines(summary)[0]
         say(result_line)
         return summary
@@ -164,6 +171,8 @@ class _StepRunner:
 
 def run_fit(config: FitConfig) -> dict[str, Any]:
     """Make a router, train an encoder for it, and use the encoder if the router gets better.
+
+    An encoder is trained only if the setting `train` is true and there are enough skills.
 
     Returns:
         Summary. The module's documentation lists its keys.
@@ -174,6 +183,7 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     num_skills = runner.run("pool")["num_skills"]
     summary: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
 
+    # The untrained router takes little time, and can answer while the encoder is trained.
     _make_first_router(runner)
     if not config.train:
         return summary
@@ -184,7 +194,10 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
 
 
 def _train_router(runner: _StepRunner) -> dict[str, Any]:
-    """Train an encoder, and use it if the router gets better. Return results for the summary."""
+    """Train an encoder, and use it if the router gets better. Return results for the summary.
+
+    Without queries for training and for the comparison, the untrained router stays.
+    """
     if not (_make_queries(runner) and _has_enough_queries(runner)):
         return {}
     num_lists = _train_encoder(runner)
@@ -193,6 +206,7 @@ def _train_router(runner: _StepRunner) -> dict[str, Any]:
     comparison = compare_routers(runner.folder / "report")
     say(str(comparison))
     runner.run("trained" if comparison.is_better else "untrained")
+    # A router with other rankers needs a calibration of its own.
     _calibrate(runner, comparison.is_better)
     return {
         "trained": comparison.is_better,
@@ -204,6 +218,7 @@ def _train_router(runner: _StepRunner) -> dict[str, Any]:
 
 def _make_first_router(runner: _StepRunner) -> None:
     """Make an untrained router, unless an earlier run has made a router. Calibrate the router."""
+    # The pointer is the file that makes a folder a router.
     has_router = (runner.folder / POINTER).is_file()
     if not has_router:
         runner.run("untrained")
@@ -216,6 +231,7 @@ def _make_queries(runner: _StepRunner) -> bool:
     try:
         runner.run("queries")
     except SkilltrainError as error:
+        # Another error is a real fault, and ends `fit`.
         if error.code != "nothing-generated":
             raise
         say(f"no encoder is trained, and the router works without one: {error}")
@@ -235,6 +251,7 @@ def _has_enough_queries(runner: _StepRunner) -> bool:
 
 def _train_encoder(runner: _StepRunner) -> int:
     """Make training lists and train the encoder. Return the number of lists."""
+    # Mine hard negatives, remove false ones, and sample training lists.
     runner.run("mined")
     runner.run("filtered")
     num_lists = runner.run("encoder_lists")["num_lists"]
@@ -243,10 +260,18 @@ def _train_encoder(runner: _StepRunner) -> int:
 
 
 def compare_routers(report: Path) -> RouterComparison:
-    """Read the comparison of the trained router with the untrained one from a report's folder."""
+    """Read the comparison of the trained router with the untrained one from a report's folder.
+
+    Args:
+        report: Folder of the step `report`, with the file metrics.json.
+
+    Raises:
+        SkilltrainError: The report does not compare the two routers.
+    """
     metrics = read_json(report / "metrics.json")
     hits = {system["name"]: system["metrics"]["Hit@1"]["mean"] for system in metrics["systems"]}
     for row in metrics["differences"]:
+        # A row is the difference of two systems in one measure.
         row_key = (row["system"], row["baseline"], row["measure"])
         if row_key == (TRAINED, UNTRAINED, "Hit@1"):
             difference = row["difference"]
@@ -261,16 +286,19 @@ def _calibrate(runner: _StepRunner, is_trained: bool) -> None:
         runner: Runner of the steps.
         is_trained: Whether the router has a trained encoder.
     """
+    # One step fits the calibration to queries. The next step adds it to the router.
     fit_step = "trained_calibration" if is_trained else "calibration"
     add_step = "trained_calibrated" if is_trained else "calibrated"
     router = runner.folder
     if Index.open(router).record.calibration is not None:
         return
-    shutil.rmtree(router / fit_step, ignore_errors=True)  # else the step is skipped
+    # Remove the results of an earlier calibration, so that this step is not skipped as done.
+    shutil.rmtree(router / fit_step, ignore_errors=True)
     try:
         runner.run("queries")
         runner.run(fit_step)
     except SkilltrainError as error:
+        # These errors say that the queries are not good enough. The router works uncalibrated.
         if error.code not in ("cannot-calibrate", "nothing-generated"):
             raise
         say(f"warning: the router is not calibrated, and answers every task: {error}")
@@ -289,16 +317,23 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
         raise SkilltrainError("not-found", "no such file or folder", where=config.skills)
     steps: dict[str, Recipe] = {}
     for step, recipe in recipes_of(config).items():
+        # Parsing checks each recipe before anything is run.
         parse_recipe(recipe, f"fit, step {step}")
         steps[step] = {"state": run_state(config.out / step), **recipe}
     return {"steps": steps}
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
-    """Return the recipe of each step by the step's name, in the order in which the steps run."""
+    """Return the recipe of each step by the step's name, in the order in which the steps run.
+
+    A step writes to the folder `OUT/STEP`. Steps of the stage `index` write to the router's folder
+    `OUT`.
+    """
     out = config.out
     pool = str(out / "pool")
     queries = str(out / "queries")
+    # A training skill must not contain its own query. If queries are cut from skills, the step
+    # `queries` also writes a pool of skills without them.
     training_pool = queries if _cuts_queries(config) else pool
     inputs = {"pool": training_pool, "queries": queries}
     base_encoder = {"source": config.base, "cache": str(out / "vectors")}
@@ -315,20 +350,31 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         },
         "untrained": index | {"rankers": _untrained_rankers(base_encoder)},
         "queries": _query_recipe(config, pool),
+        # Calibrate the untrained router with the queries of all splits.
         "calibration": calibrate | {"split": None},
         "calibrated": _recipe_to_add_calibration(out, "calibration"),
         **training_list_recipes(inputs, base_encoder, out, _FIT_QUOTAS, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
         "report": _report_recipe(inputs, base_encoder, trained_encoder),
         "trained": index | {"rankers": _trained_rankers(trained_encoder)},
+        # Calibrate the trained router with queries that were not used for training.
         "trained_calibration": calibrate,
         "trained_calibrated": _recipe_to_add_calibration(out, "trained_calibration"),
     }
+    # Recipes of the stage `index` keep the `out` that they have.
     return {step: {"out": str(out / step), **recipe} for step, recipe in recipes.items()}
 
 
 def _calibration_recipe(config: FitConfig, queries: str) -> Recipe:
-    """Return the recipe that fits a calibration to queries."""
+    """Return the recipe that fits a calibration to queries.
+
+    If the queries are passages of skills, they are routed to skills without these passages. This
+    encodes skills again, so the number of queries is limited.
+
+    Args:
+        config: Settings of `fit`.
+        queries: Folder of the step `queries`.
+    """
     recipe: Recipe = {"stage": "calibrate", "router": str(config.out), "queries": queries}
     if _cuts_queries(config):
         recipe |= {"masked_pool": queries, "max_queries": _MAX_CUT_QUERIES}
@@ -341,7 +387,16 @@ def _recipe_to_add_calibration(out: Path, step: str) -> Recipe:
 
 
 def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe) -> Recipe:
-    """Return the recipe that compares the two routers, BM25 and the encoders on split dev."""
+    """Return the recipe that compares the two routers, BM25 and the encoders on split dev.
+
+    A report compares each system with the first system and with the system before it. So the
+    trained router comes right after the untrained one.
+
+    Args:
+        inputs: The settings `pool` and `queries`.
+        base_encoder: Settings of the untrained encoder.
+        trained_encoder: Settings of the trained encoder.
+    """
     systems = {
         "bm25": [{"kind": "lexical"}],
         "base encoder": [{"kind": "dense", **base_encoder}],
@@ -360,12 +415,17 @@ def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe
 
 
 def _query_recipe(config: FitConfig, pool: str) -> Recipe:
-    """Return the recipe that reads the given queries, or writes new ones if none are given."""
+    """Return the recipe that reads the given queries, or writes new ones if none are given.
+
+    Args:
+        config: Settings of `fit`.
+        pool: Folder of the pool.
+    """
     if config.queries:
         return {
             "stage": "queries",
             "files": [str(file) for file in config.queries],
-            "missing_gold": "drop",
+            "missing_gold": "drop",  # leave out queries whose skills the pool lacks
             "dev_share": _DEV_SHARE,
             "pool": pool,
         }
@@ -377,8 +437,10 @@ def _query_recipe(config: FitConfig, pool: str) -> Recipe:
         "seed": config.seed,
     }
     if _cuts_queries(config):
+        # Passages become queries without a chat model. Many skills have fewer of them.
         recipe["num_queries_per_skill"] = _MAX_PASSAGES
     else:
+        # A chat model writes this share of its queries in few words.
         recipe["terse_share"] = _TERSE_SHARE
     recipe["pool"] = pool
     return recipe
@@ -390,7 +452,14 @@ def _cuts_queries(config: FitConfig) -> bool:
 
 
 def _encoder_recipe(config: FitConfig, pool: str) -> Recipe:
-    """Return the recipe that trains the encoder on the lists of the step `encoder_lists`."""
+    """Return the recipe that trains the encoder on the lists of the step `encoder_lists`.
+
+    The encoder learns to find skills by one vector, and by late interaction of all tokens.
+
+    Args:
+        config: Settings of `fit`.
+        pool: Folder of the training pool.
+    """
     return {
         "stage": "train_encoder",
         "model": {"source": config.base, "max_tokens": config.max_tokens},
@@ -412,9 +481,12 @@ def training_list_recipes(
 ) -> dict[str, Recipe]:
     """Return the recipes that mine negatives, filter them, and sample training lists, by step.
 
+    The setting `out` is left out. A step reads the folder of the step before it, such as
+    `out/mined`.
+
     Args:
-        inputs: The settings `pool` and `queries`.
-        model: Settings of the encoder.
+        inputs: The settings `pool` and `queries` of all three recipes.
+        model: Settings of the encoder that mines and filters negatives.
         out: Folder of all steps.
         quotas: Number of negatives in a list by source.
         seed: Seed of all random choices.
@@ -433,7 +505,14 @@ def training_list_recipes(
 
 
 def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
-    """Return the one ranker of an untrained router. It adds the scores of three rankers."""
+    """Return the one ranker of an untrained router. It adds the scores of three rankers.
+
+    The encoder scores each skill twice. Without training, it reads short texts better than whole
+    skills.
+
+    Args:
+        encoder: Settings of the encoder.
+    """
     lexical = {"kind": "lexical"}
     names_and_descriptions = {"kind": "dense", "fields": "nd", **encoder}
     whole_skills = {"kind": "dense", **encoder}
@@ -444,7 +523,11 @@ def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
 def _trained_rankers(encoder: Recipe) -> list[Recipe]:
     """Return the rankers of a router with a trained encoder.
 
-    The first ranker keeps 20 skills. The second ranker ranks them again, with late interaction.
+    The first ranker keeps 20 skills. The second ranker ranks them again, with late interaction,
+    which compares all tokens of the task and of a skill.
+
+    Args:
+        encoder: Settings of the trained encoder.
     """
     lexical = {"kind": "lexical"}
     dense = {"kind": "dense", **encoder}

@@ -53,6 +53,8 @@ def main() -> None:
         print(__doc__)
         return
     try:
+        # The agent must go on, whatever hangs or fails here. Either the thread ends the process
+        # after its answer, or this function ends it when the time is over.
         _thread.start_new_thread(_print_skills, ())
         time.sleep(_SECONDS)
     finally:
@@ -63,8 +65,10 @@ def _print_skills() -> None:
     """Print the skills for the prompt on stdin, and end the process."""
     try:
         text = "".join(f"{line}\n" for line in _read_and_route())
+        # 1 is stdout. os.write needs no flush, which os._exit would skip.
         os.write(1, text.encode("utf-8", "replace"))
     finally:
+        # This ends the whole process, while sys.exit would end only this thread.
         os._exit(0)
 
 
@@ -72,8 +76,10 @@ def _read_and_route() -> list[str]:
     """Return the lines to print for the prompt on stdin."""
     text = sys.stdin.buffer.read().decode("utf-8", "replace")
     prompt = _parse_prompt(text)[:_MAX_PROMPT_CHARS]
+    # A prompt without a letter, such as `42`, asks for no skill.
     if not any(char.isalpha() for char in prompt):
         return []
+    # An address in the arguments comes before the one in the environment.
     address = os.environ.get("SKILLTRAIN_ROUTER", "http://127.0.0.1:8765")
     if len(sys.argv) > 1:
         address = sys.argv[1]
@@ -83,7 +89,8 @@ def _read_and_route() -> list[str]:
 def _parse_prompt(text: str) -> str:
     """Return the prompt in plain text or in the JSON of a hook.
 
-    It is empty for other JSON, and for a prompt that no user wrote.
+    It is empty for other JSON, for a prompt that no user wrote, and inside a sub-agent. For
+    example, '{"prompt": "Merge two PDFs"}' becomes 'Merge two PDFs'.
     """
     try:
         values = json.loads(text)
@@ -99,15 +106,21 @@ def _parse_prompt(text: str) -> str:
 
 
 def _ask_router(prompt: str, address: str) -> list[str]:
-    """Ask the server at `address` for skills. Return the lines to print; none if no skill fits."""
+    """Ask the server at `address` for skills. Return the lines to print; none if no skill fits.
+
+    Any error of the network, or of an unexpected answer, is raised.
+    """
     server = urlsplit(address)
     request = _new_request(prompt, server)
     with socket.create_connection((server.hostname or "", server.port or 80)) as connection:
         connection.sendall(request)
+        # With HTTP/1.0 the server closes the connection at the end of its response.
         response = connection.makefile("rb").read()
 
+    # An empty line stands between the head and the content.
     head, _, content = response.partition(b"\r\n\r\n")
     answer: Any = json.loads(content)
+    # The head begins with a line such as `HTTP/1.1 200 OK`.
     status = head.split()[1]
     if status != b"200" or not answer["fits"]:
         return []
@@ -116,7 +129,14 @@ def _ask_router(prompt: str, address: str) -> list[str]:
 
 
 def _new_request(prompt: str, server: SplitResult) -> bytes:
-    """Return the bytes of an HTTP request to /route of a server."""
+    """Return the bytes of an HTTP request to /route of a server.
+
+    The request is written by hand, because importing http.client would take too long.
+
+    Args:
+        prompt: Task to find skills for.
+        server: Parts of the server's URL.
+    """
     body = json.dumps({"query": prompt, "k": _TOP_K}).encode()
     head = (
         f"POST {server.path.rstrip('/')}/route HTTP/1.0\r\n"
@@ -126,11 +146,16 @@ def _new_request(prompt: str, server: SplitResult) -> bytes:
     token = os.environ.get("SKILLTRAIN_TOKEN")
     if token:
         head += f"Authorization: Bearer {token}\r\n"
+    # An empty line ends the head.
     return f"{head}\r\n".encode() + body
 
 
 def _skill_line(skill: dict[str, Any]) -> str:
-    """Return name, URI and description of a skill as one line without control characters."""
+    """Return name, URI and description of a skill as one line without control characters.
+
+    Args:
+        skill: A skill of the router's answer. Its texts are untrusted.
+    """
     line = f"- {skill['name']} ({skill['uri']}): {skill['description']}"[:_MAX_LINE_CHARS]
     if skill["flags"]:
         line += " FLAGGED by the safety screening."

@@ -31,9 +31,11 @@ def host_config(host: Host, program: str, arguments: Sequence[str]) -> str:
         arguments: Arguments of the program.
     """
     server: dict[str, Any] = {"command": program, "args": [*arguments]}
+    # Codex reads TOML and waits only ten seconds by default. The other hosts read JSON.
     if host == "codex":
         server["startup_timeout_sec"] = _STARTUP_SECONDS
         return _toml_table("mcp_servers.skilltrain", server)
+    # VS Code has another key for servers, and wants the type of the connection.
     if host == "vscode":
         content = {"servers": {"skilltrain": {"type": "stdio", **server}}}
     else:

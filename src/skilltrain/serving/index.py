@@ -123,10 +123,12 @@ class IndexRecord(Config):
         """
         # Turns a path into its form in the record, and adds it to `local_paths` if necessary.
         stored_path = partial(_to_stored_path, router, local_paths)
+        # Store all values, so that new defaults do not change the router.
         rankers = []
         for ranker in system.rankers:
             settings = ranker.with_default_values().model_dump(mode="json")
             rankers.append(_change_paths(settings, stored_path))
+        # Rankers without a model, such as BM25, have no source.
         sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
         models = {}
         for source in sorted(filter(None, sources)):
@@ -135,6 +137,7 @@ class IndexRecord(Config):
             calibration = None
 
         pool = stored_path(str(contents.pool))
+        # The skills are stored source after source, so their numbers tell the source of each skill.
         num_skills_by_source: dict[str, int] = {}
         watched: list[str] = []
         for path, skills in contents.skills.items():
@@ -228,6 +231,7 @@ class Index(RouterState):
         Raises:
             SkilltrainError: There is no router, or its files are incomplete or damaged.
         """
+        # A writer may remove this generation while it is read.
         while True:
             folder = current_generation(router)
             try:
@@ -242,6 +246,9 @@ class Index(RouterState):
 
         The index knows the source of a skill by its id. A skill that the index does not have is
         assigned to the first source.
+
+        Args:
+            skills: All skills that the router is to have.
         """
         # The skills of the index are in the order of the sources.
         source_by_id: dict[str, Path] = {}
@@ -269,6 +276,7 @@ class Index(RouterState):
     def check_models(self) -> None:
         """Raise SkilltrainError if a model has changed since the index was made."""
         for stored_path, old_fingerprint in self.record.models.items():
+            # The record stores paths in a form that does not depend on this machine.
             source = _from_stored_path(self.folder.parent, stored_path)
             if model_fingerprint(source) != old_fingerprint:
                 problem = f"is of another model: {source} has changed"
@@ -277,6 +285,8 @@ class Index(RouterState):
 
 def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: Path) -> None:
     """Check that a router's rankers may send texts to their servers. No ranker is opened.
+
+    The folder of a router may come from a stranger, and name any server.
 
     Args:
         system: Rankers of the router.
@@ -290,7 +300,7 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
     for ranker in flatten_rankers(system.rankers):
         server = ranker.server
         if server is None:
-            continue
+            continue  # the ranker sends no texts to a server
         url = server.base_url
         # An allowed URL may end in a slash.
         is_allowed = allowed is None or url in allowed or f"{url}/" in allowed
@@ -298,6 +308,7 @@ def check_servers(system: SystemConfig, allowed: Collection[str] | None, where: 
             problem = f"this router sends texts to {url}"
             fix = f"if you trust it: --allow-server {url}, or allow_servers=[{url}] of a stage"
             raise SkilltrainError("untrusted-server", problem, where=where, fix=fix)
+        # Otherwise a router could send any secret of the environment to its server.
         if not server.api_key_env.endswith("_API_KEY"):
             problem = f"this router reads the environment variable {server.api_key_env}"
             fix = "only names that end in _API_KEY are read"
@@ -312,6 +323,7 @@ def current_generation(router: Path) -> Path:
     # The pointer's key `index` has the name of the generation's folder, such as `index-3`.
     pointer = read_json(router / POINTER)
     name = str(pointer.get("index")) if isinstance(pointer, dict) else ""
+    # The name becomes part of a path, so only names of generations are accepted.
     if not _GENERATION_NAME.fullmatch(name):
         where = router / POINTER
         raise SkilltrainError("damaged-router", "names no generation", where=where, fix=_RUN_AGAIN)
@@ -327,6 +339,7 @@ def next_generation(router: Path) -> Path:
 def remove_old_generations(router: Path) -> None:
     """Remove generations that are not in use. One that is still open may stay until next time."""
     with suppress(SkilltrainError):  # no generation is in use yet
+        # This includes unfinished generations of writers that were killed.
         for folder in _generation_numbers(router).keys() - {current_generation(router)}:
             shutil.rmtree(folder, ignore_errors=True)
         for lock in router.glob(".index-*.lock"):  # of writers that were killed
@@ -334,7 +347,13 @@ def remove_old_generations(router: Path) -> None:
 
 
 def _generation_numbers(router: Path) -> dict[Path, int]:
-    """Return the number of each generation by its folder, including unfinished ones."""
+    """Return the number of each generation by its folder, including unfinished ones.
+
+    For example, the folders `index-3` and `.index-4.partial` have the numbers 3 and 4.
+
+    Args:
+        router: Folder of the router, which may hold other files too.
+    """
     numbers: dict[Path, int] = {}
     for folder in router.iterdir():
         match = _GENERATION_NAME.fullmatch(folder.name)
@@ -351,18 +370,22 @@ def _load_generation(folder: Path) -> Index:
     """
     if not (folder / RECORD).is_file():
         raise OSError(f"it lacks {RECORD}")
+    # Stamps tell later whether a file has changed. Take them before the files are read.
     stamp = file_stamps(folder)
     record = _read_record(folder)
     _check_files(folder, record)
 
     router = folder.parent
     system = record.system(router)
+    # The record may have been edited, so it is checked here too.
     if record.calibration and not _has_calibrated_rankers(system, record.calibration):
         raise ValueError("its calibration is of other rankers")
     sources = [Path(_from_stored_path(router, name)) for name in record.sources]
+    # The table is not memory-mapped: a process crashes when a mapped file is cut.
     table = feather.read_table(folder / SKILLS_FILE, memory_map=False)
     skills = StoredSkills(table, _roots_of_skills(record, sources))
     keys = np.load(folder / KEYS_FILE)  # [skill]
+    # A part is what a ranker stores about the pool, such as vectors. Each has a folder.
     stored_parts: dict[str, Any] = {}
     for name, ranker in storing_rankers(system).items():
         stored_parts[ranker.key] = ranker.stored_part.load(folder / name)
@@ -384,6 +407,7 @@ def _read_record(folder: Path) -> IndexRecord:
     record_file = folder / RECORD
     values = read_json(record_file)
     ROUTER_FORMAT.check(values, folder, _MAKE_AGAIN)
+    # A calibration without a format has features with other values.
     calibration = values.get("calibration")
     if isinstance(calibration, dict) and "format" not in calibration:
         say(f"{folder.parent}: calibrate this router again; its calibration is too old to be used")
@@ -392,11 +416,18 @@ def _read_record(folder: Path) -> IndexRecord:
 
 
 def _check_files(folder: Path, record: IndexRecord) -> None:
-    """Raise OSError if a file of a generation is missing or has changed."""
+    """Raise OSError if a file of a generation is missing or has changed.
+
+    Args:
+        folder: Folder of the generation.
+        record: Its record, with the size of each file and the fingerprint of most.
+    """
     for name, size in record.files.items():
+        # The record may come from a stranger, so its names must not lead out of the folder.
         file = path_inside(folder, name, folder / RECORD)
         if not file.is_file() or file.stat().st_size != size:
             raise OSError(f"{name} is not there, or not of {size} bytes")
+        # Large files have no fingerprint, because hashing them takes seconds.
         if name in record.digests and fingerprint(file) != record.digests[name]:
             raise OSError(f"the content of {name} has changed")
 
@@ -406,6 +437,10 @@ def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path 
 
     A shared router could name any folder of this machine. So an absolute path in the record is not
     used. Paths in `local.json` and in the router's folder are used.
+
+    Args:
+        record: Record of the generation. It has the number of skills of each source.
+        sources: Path of each source, in the order of the record.
     """
     roots: list[Path | None] = []
     for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
@@ -437,7 +472,12 @@ def _applies(
 
 
 def _has_calibrated_rankers(system: SystemConfig, calibration: Calibration) -> bool:
-    """Return whether a system has all rankers whose scores a calibration uses."""
+    """Return whether a system has all rankers whose scores a calibration uses.
+
+    Args:
+        system: Rankers of the router.
+        calibration: A calibration. It names the rankers whose top scores it needs.
+    """
     names = name_rankers(system.rankers)
     # A ranker that only fuses others has no scores of its own in a trace.
     scoring = [ranker for ranker in flatten_rankers(system.rankers) if not ranker.components]
@@ -446,7 +486,12 @@ def _has_calibrated_rankers(system: SystemConfig, calibration: Calibration) -> b
 
 
 def _damage(folder: Path, error: Exception) -> SkilltrainError:
-    """Return the error for a generation that cannot be loaded, with a fix."""
+    """Return the error for a generation that cannot be loaded, with a fix.
+
+    Args:
+        folder: Folder of the generation.
+        error: The error while it was loaded. A SkilltrainError keeps its code and its place.
+    """
     if isinstance(error, SkilltrainError):
         fix = error.fix or _RUN_AGAIN
         return SkilltrainError(error.code, error.problem, where=error.where, fix=fix)
@@ -456,6 +501,7 @@ def _damage(folder: Path, error: Exception) -> SkilltrainError:
 
 def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
     """Return the rankers that store data about the pool, by the name of their data's folder."""
+    # Rankers with the same key share their data, so each key is kept once.
     rankers = {
         ranker.key: ranker for ranker in flatten_rankers(system.rankers) if ranker.stored_part
     }
@@ -463,7 +509,12 @@ def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
 
 
 def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
-    """Return settings of rankers in which `change` has replaced every path."""
+    """Return settings of rankers in which `change` has replaced every path.
+
+    Args:
+        value: Settings, or a part of them: a dict, a list, or a single value.
+        change: Returns the new form of a path.
+    """
     if isinstance(value, list):
         return [_change_paths(item, change) for item in value]
     if not isinstance(value, dict):
@@ -471,6 +522,7 @@ def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
 
     changed: dict[str, Any] = {}
     for key, item in value.items():
+        # Only some settings of rankers may be paths. All other values are searched for dicts.
         is_path = key in _PATH_SETTINGS and isinstance(item, str)
         changed[key] = change(item) if is_path else _change_paths(item, change)
     return changed
@@ -482,6 +534,11 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
     A path in the router's folder becomes `./…`. Any other path gets a key `local:NAME-HASH`. The
     path is added to `local_paths` under this key, and the key is returned. A name that is no
     existing path, such as `package:NAME`, is returned as it is. An absolute path need not exist.
+
+    Args:
+        router: Folder of the router.
+        local_paths: Content of `local.json`, the absolute path by key.
+        name: A path, or the name of a model.
     """
     path = Path(name).expanduser()
     if not path.is_absolute() and not path.exists():
@@ -491,6 +548,7 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
     if path.is_relative_to(root):
         return f"./{path.relative_to(root).as_posix()}"
 
+    # The hash tells paths with the same last part apart.
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
     key = f"{_LOCAL}{path.name}-{digest}"
     local_paths[key] = str(path)

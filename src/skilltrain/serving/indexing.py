@@ -104,6 +104,7 @@ class BuildIndex(Stage):
         calibration = None
         if self.calibration is not None:
             calibration = _read_calibration(self.calibration / CALIBRATION_FILE)
+        # No model is open yet, so `models` is empty.
         return write_index(out, system, contents, models={}, calibration=calibration)
 
     def dry_run(self) -> Summary:
@@ -135,6 +136,7 @@ def _open_old_router(config: BuildIndex) -> Index | None:
     try:
         return Index.open(config.out)
     except SkilltrainError as error:
+        # With both settings given, nothing of the old router is needed.
         if config.pool is not None and config.rankers is not None:
             return None
         fix = "give pool=… and rankers=…"
@@ -142,11 +144,19 @@ def _open_old_router(config: BuildIndex) -> Index | None:
 
 
 def _read_system(config: BuildIndex, index: Index | None) -> SystemConfig:
-    """Return the rankers of the settings, or else of the router. Check them and their servers."""
+    """Return the rankers of the settings, or else of the router. Check them and their servers.
+
+    Rankers of the settings may use any server. Rankers of an existing router may come from somebody
+    else, so their servers must be allowed.
+
+    Args:
+        config: Settings of the stage.
+        index: The router in the folder `out`, if there is one.
+    """
     rankers = config.rankers
-    allowed_servers = None  # all
+    allowed_servers = None  # None allows all servers
     if rankers is None:
-        assert index is not None
+        assert index is not None  # `_open_old_router` has checked it
         rankers = index.system.rankers
         allowed_servers = config.allow_servers
     system = validate(SystemConfig, {"name": "router", "rankers": rankers}, config.out)
@@ -171,14 +181,20 @@ def _read_contents(config: BuildIndex, index: Index | None) -> Contents:
     }
     watched = index.watched if index and index.pool == pool.resolve() else []
     for folder in watched:
-        skills.setdefault(folder, [])  # `read_watched` replaces it
+        skills.setdefault(folder, [])  # `read_watched` replaces the empty list
     return read_watched(Contents(pool, skills, watched), folders=watched)
 
 
 def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
     """Return `contents` with the current skills of watched folders.
 
-    If two sources use an id for different skills, the skill of the second source gets another id.
+    A folder that is gone keeps its skills, because it may come back. A skill without a category
+    keeps the category that `contents` has for its id. If two sources use an id for different
+    skills, the skill of the second source gets another id.
+
+    Args:
+        contents: Skills of the router by source: the folder or file that they were read from.
+        folders: Watched folders to read, which may be new to the router.
 
     Raises:
         SkilltrainError: A new folder has skills of an unwatched source.
@@ -190,11 +206,13 @@ def read_watched(contents: Contents, folders: Collection[Path]) -> Contents:
             say(f"{folder}: this watched folder is gone")
             continue
         skills = _read_folder(folder)
+        # Only a folder that was not watched before can repeat skills of another source.
         if folder not in contents.skills:
             _check_new_folder(folder, skills, contents, folders)
         skills_by_source[folder] = [_keep_category(skill, old_categories) for skill in skills]
 
     if len(skills_by_source) > 1:
+        # Several sources may use the same id. Copies with the same id are dropped.
         unique, _ = merge_sources(list(skills_by_source.values()), drop_duplicates=False)
         skills_by_source = dict(zip(skills_by_source, unique, strict=True))
     return contents._replace(skills=skills_by_source, watched={*contents.watched, *folders})
@@ -218,9 +236,20 @@ def _keep_category(skill: Skill, old_categories: Mapping[str, str | None]) -> Sk
 def _check_new_folder(
     folder: Path, skills: Sequence[Skill], contents: Contents, watched: Collection[Path]
 ) -> None:
-    """Raise SkilltrainError if a folder to watch has skills of an unwatched source."""
+    """Raise SkilltrainError if a folder to watch has skills of an unwatched source.
+
+    This happens when a folder has moved. Its skills would have two sources, and a skill that is
+    removed from the folder would stay in the router.
+
+    Args:
+        folder: Folder to watch, which is new to the router.
+        skills: Skills of the folder.
+        contents: Skills of the router by source.
+        watched: All folders to watch.
+    """
     skill_ids = {skill.skill_id for skill in skills}
     for source in sorted(contents.skills.keys() - set(watched)):
+        # A source that contains the folder has its skills too.
         has_same_id = any(skill.skill_id in skill_ids for skill in contents.skills[source])
         if has_same_id or folder.is_relative_to(source):
             problem = f"has skills of {source}, which is not watched"
@@ -237,11 +266,17 @@ def _open_or_none(router: Path) -> Index | None:
 
 
 def check_rankers(system: SystemConfig) -> None:
-    """Check that rankers can run and can answer new tasks. Raises SkilltrainError if not."""
+    """Check that rankers can run and can answer new tasks. Raises SkilltrainError if not.
+
+    Args:
+        system: Rankers of a router.
+    """
+    # The ranker `saved` only reads rankings of known queries from a file.
     if not all(part.answers_new_queries for part in flatten_rankers(system.rankers)):
         problem = "rankings that were made before answer no new task"
         raise SkilltrainError("conflicting-settings", problem, where="rankers, kind saved")
     for part in flatten_rankers(system.rankers):
+        # The folder of a router may come from a stranger, so it must not bring code.
         if isinstance(part, ModelConfig) and part.trust_remote_code:
             problem = "a router runs no code that a model brings"
             fix = "use another model"
@@ -262,20 +297,24 @@ def write_index(
     Args:
         router: Folder of the router.
         system: Rankers of the router.
-        contents: Skills of the router.
+        contents: Skills of the router. Only new or changed skills are encoded.
         models: Open models by the ranker's `key`. Further ones are added.
-        calibration: Calibration to add. None keeps the old one.
+        calibration: Calibration to add. None keeps the old one, if it still applies.
         previous: Generation to change; None for the one in the folder.
 
     Returns:
         Counts of all, new, changed and gone skills.
+
+    Raises:
+        SkilltrainError: The pool is empty, an id repeats, `calibration` does not apply, or another
+            process writes.
     """
     remove_leftovers(router)
     with locked(router):
         router.mkdir(parents=True, exist_ok=True)
         previous = _current_index(router, previous)
         folder = next_generation(router)
-        remove_old_generations(router)
+        remove_old_generations(router)  # those of writers that were killed
 
         skills = contents.all_skills()
         content_keys = _content_keys(skills)
@@ -285,6 +324,7 @@ def write_index(
             return counts
 
         _write_generation(folder, record, skills, content_keys, models, previous)
+        # Replacing the pointer makes the new generation the one in use.
         write_json(router / POINTER, {"index": folder.name})
         remove_old_generations(router)
     return counts
@@ -310,6 +350,7 @@ def _create_record(
     used_calibration = calibration or old_calibration
     local_paths = read_local(router)
     record = IndexRecord.create(router, local_paths, system, contents, used_calibration)
+    # The record leaves out a calibration that does not apply. A new one must apply.
     if calibration is not None and record.calibration is None:
         problem = "the calibration is of other rankers or models"
         fix = "run skilltrain calibrate on this router"
@@ -331,12 +372,17 @@ def _is_unchanged(previous: Index, record: IndexRecord, content_keys: np.ndarray
     """
     if not np.array_equal(previous.keys, content_keys):
         return False
+    # The next record has no files yet, so leave them out of the comparison.
     old_record_without_files = previous.record.model_copy(update={"files": {}, "digests": {}})
     return old_record_without_files == record
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:
     """Return `previous`, or the generation in the folder if it is None.
+
+    Args:
+        router: Folder of the router.
+        previous: Generation that the caller has opened, if any.
 
     Raises:
         SkilltrainError: Another process has written since `previous` was opened.
@@ -370,10 +416,12 @@ def _write_generation(
     if previous and previous.record.models != record.models:
         previous = None  # its data is of other models
     old_parts = previous.stored_parts if previous else {}
+    # Position of each skill in the old data; -1 if the skill is new or changed.
     old_positions = _find_unchanged(previous, content_keys)
 
     router = folder.parent
     with staged_folder(folder) as staged:
+        # Each ranker stores its data about the pool in a folder of its own: `part-1`, `part-2`.
         for part_name, ranker in storing_rankers(record.system(router)).items():
             part_folder = staged / part_name
             part_folder.mkdir()
@@ -388,7 +436,12 @@ def _write_generation(
 
 
 def _find_unchanged(previous: Index | None, content_keys: np.ndarray) -> list[int]:
-    """Return the position of each skill in the previous generation; -1 if it is new or changed."""
+    """Return the position of each skill in the previous generation; -1 if it is new or changed.
+
+    Args:
+        previous: Previous generation, if its data can be used.
+        content_keys: Key of each skill's content in the next generation, [skill].
+    """
     old_keys = previous.keys.tolist() if previous else []
     position_by_key = {key: position for position, key in enumerate(old_keys)}
     return [position_by_key.get(key, -1) for key in content_keys.tolist()]
@@ -401,6 +454,7 @@ def _add_files(record: IndexRecord, folder: Path) -> IndexRecord:
     for file in folder.rglob("*.*"):  # only files have a dot in their names
         name = file.relative_to(folder).as_posix()
         sizes[name] = file.stat().st_size
+        # Larger files are checked only by their sizes, because hashing takes seconds.
         if sizes[name] <= MAX_HASHED_BYTES:
             digests[name] = fingerprint(file)
     return record.model_copy(update={"files": sizes, "digests": digests})
@@ -418,6 +472,8 @@ def _content_keys(skills: Sequence[Skill]) -> np.ndarray:
     if num_ids < len(skills):
         problem = f"{len(skills)} skills have {num_ids} different ids"
         raise SkilltrainError("repeated-id", problem, where="pool")
+    # `repr` has all fields of a skill, so each change gives another key. No token limit applies, so
+    # it is 0.
     return text_keys([repr(skill) for skill in skills], 0)
 
 
@@ -431,6 +487,7 @@ def _count_changes(
         skills: Skills of the router.
         keys: Key of each skill's content, [skill].
     """
+    # Key of each skill's content by the id of the skill, before and after.
     old_keys: dict[str, int] = {}
     if previous:
         old_keys = dict(zip(previous.skills, previous.keys.tolist(), strict=True))

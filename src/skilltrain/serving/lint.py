@@ -60,11 +60,15 @@ class Finding:
 def lint(folder: Path) -> list[Finding]:
     """Find the faults of the skills in a folder, in order of skill id.
 
+    Args:
+        folder: Folder of skills, each with a SKILL.md.
+
     Raises:
         SkilltrainError: The folder holds no skill.
     """
     sources, dropped = read_sources([folder])
     (skills,), duplicates = merge_sources(sources, drop_duplicates=True)
+    # A skill that only users may start is left out of a pool on purpose. That is no fault.
     findings = [_left_out(row) for row in dropped + duplicates if row.filter != FOR_USERS_ONLY]
     checks: list[Callable[[Sequence[Skill]], Iterator[Finding]]] = [
         _check_texts,
@@ -77,7 +81,11 @@ def lint(folder: Path) -> list[Finding]:
 
 
 def _left_out(row: Dropped) -> Finding:
-    """Return the finding for a skill that a pool leaves out or cuts."""
+    """Return the finding for a skill that a pool leaves out or cuts.
+
+    Args:
+        row: Code and reason of the pool. It may name another skill that this one repeats.
+    """
     fix = "remove one of them" if row.other_id else ""
     return Finding(row.skill_id, row.filter, row.reason, fix, row.other_id)
 
@@ -85,6 +93,7 @@ def _left_out(row: Dropped) -> Finding:
 def _check_texts(skills: Sequence[Skill]) -> Iterator[Finding]:
     """Find broken front matter, and descriptions that are missing, vague or without a trigger."""
     for skill in skills:
+        # The file has faults that the skill, as it was read, no longer shows.
         file = find_skill_file(skill)
         text = decode_text(file.read_bytes()) if file else None
         fault = header_fault(text) if text else None
@@ -111,6 +120,7 @@ def _check_description(skill: Skill) -> Iterator[Finding]:
         problem = f"the description has {length} words"
         fix = "name what the skill reads, does and returns"
         yield Finding(skill.skill_id, "vague_description", problem, fix)
+    # The pattern of triggers, such as `use when`, knows only these languages.
     if skill.lang in _TRIGGER_LANGUAGES and not _TRIGGER.search(skill.description):
         problem = "the description does not say when to use the skill"
         fix = "add a sentence that begins with 'Use when'"
@@ -125,9 +135,14 @@ def _check_pairs(skills: Sequence[Skill]) -> Iterator[Finding]:
 
 
 def _check_copies(clusters: Mapping[str, int]) -> Iterator[Finding]:
-    """Find skills whose bodies are nearly the same. Each is paired with the first of them."""
+    """Find skills whose bodies are nearly the same. Each is paired with the first of them.
+
+    Args:
+        clusters: Number of each skill's cluster by skill id. Near-duplicates share a cluster.
+    """
     first_ids: dict[int, str] = {}
     for skill_id, cluster in clusters.items():
+        # setdefault returns the skill that came first in this cluster.
         first_id = first_ids.setdefault(cluster, skill_id)
         if first_id != skill_id:
             problem = f"the body is nearly that of {first_id}"
@@ -136,14 +151,24 @@ def _check_copies(clusters: Mapping[str, int]) -> Iterator[Finding]:
 
 
 def _check_collisions(skills: Sequence[Skill], clusters: Mapping[str, int]) -> Iterator[Finding]:
-    """Find skills whose description leads a router to another skill."""
+    """Find skills whose description leads a router to another skill.
+
+    Each description is a request to a router over the names and bodies of all skills.
+
+    Args:
+        skills: The skills.
+        clusters: Number of each skill's cluster by skill id. Near-duplicates share a cluster.
+    """
+    # The router must not see descriptions, because each would find its own text.
     router = Router([replace(skill, description="") for skill in skills], _rankers())
     for skill in track(skills, "routing descriptions", len(skills)):
         best = router.route(skill.description, k=1).skills
         other_id = best[0].skill_id if best else skill.skill_id
+        # The router has found the skill itself, or a copy that `_check_copies` reports.
         if clusters[other_id] == clusters[skill.skill_id]:
             continue
         problem = f"the description leads to {other_id} first"
+        # Words of the description that the other skill contains, most important first.
         terms = ", ".join(best[0].why.terms[:_MAX_TERMS])
         fix = "say in both descriptions what only one of them does"
         if terms:
@@ -160,10 +185,12 @@ def _rankers() -> list[dict[str, object]]:
 
 def _check_flags(skills: Sequence[Skill]) -> Iterator[Finding]:
     """Find what the safety screening flags: the first place of each rule."""
+    # Bundled files lie beside a SKILL.md and are screened too.
     files = {skill.skill_id: find_skill_file(skill) for skill in skills}
     folders = {skill_id: file.parent for skill_id, file in files.items() if file}
     for skill_id, flags in screen_pool(skills, WorkersConfig(), folders).items():
         for rule in dict.fromkeys(flag.rule for flag in flags):
+            # A rule may have found several places. The first one is reported.
             flag = next(flag for flag in flags if flag.rule == rule)
             problem = f"flagged by the screening in its {flag.field}: {flag.reason}"
             yield Finding(skill_id, rule, problem)

@@ -77,6 +77,7 @@ class _OpenPool:
 
         # Rankers without a setting `keep` keep enough skills for `k`.
         configs = with_keeps(self.state.system.rankers, max(k, _MIN_DEPTH))
+        # All rankers are open already, so OpenRankers needs no skills to open them.
         open_rankers = OpenRankers(skills=(), opened=self.rankers)
         rankings = run_rankers(
             configs,
@@ -86,6 +87,7 @@ class _OpenPool:
             observe=observe,
             excluded_ids=excluded_ids,
         )
+        # The last ranker may return more skills than its `keep`.
         ranking = rankings[query.query_id][: configs[-1].keep]
         return Trace(ranking_by_label, self._highest_bm25_scores(query), ranking)
 
@@ -102,17 +104,24 @@ class _OpenPool:
 
         The explanation has the rank and the score by each ranker, the words of the query that the
         skill contains, and the part of its body that is most similar to the query.
+
+        Args:
+            query: The query.
+            trace: Rankings of all rankers for the query.
+            skill: The chosen skill.
         """
         terms: list[str] = []  # from the first BM25 index that has a word of the query
         window: tuple[int, int] | None = None  # from the first vector index with parts of bodies
         for key, ranker in self.rankers.items():
             if not isinstance(ranker, PoolRanker):
-                continue
+                continue  # it has no index that could explain
             index = ranker.index
             position = ranker.position_by_id[skill.skill_id]
             if isinstance(index, BM25Index) and not terms:
                 terms = index.matching_words(query.text, position)[:_MAX_TERMS]
             elif isinstance(index, VectorIndex) and window is None:
+                # A long body has several chunks, each with a vector. A body with one chunk has no
+                # window.
                 chunk = index.best_chunk(query.text, position)
                 if chunk is not None:
                     window = self.models[key].model.settings.window(skill, chunk)
@@ -121,7 +130,14 @@ class _OpenPool:
     def routed_skill(
         self, query: Query, trace: Trace, rank: int, probability: float | None
     ) -> RoutedSkill:
-        """Return the skill at a rank of the final ranking, with its explanation and flags."""
+        """Return the skill at a rank of the final ranking, with its explanation and flags.
+
+        Args:
+            query: The query.
+            trace: Rankings of all rankers for the query.
+            rank: Rank of the skill, counted from 1.
+            probability: Probability that the skill serves the query; None without a calibration.
+        """
         skill_id, score = trace.ranking[rank - 1]
         skill = self.state.skills[skill_id]
         path = find_skill_file(skill)
@@ -130,12 +146,12 @@ class _OpenPool:
             skill_id,
             skill.name,
             skill.description,
-            path,
-            path.parent if path else None,
-            score,
-            probability,
-            self.explain(query, trace, skill),
-            _screen(skill, path),
+            path=path,
+            folder=path.parent if path else None,
+            score=score,
+            probability=probability,
+            why=self.explain(query, trace, skill),
+            flags=_screen(skill, path),
         )
 
 
@@ -182,6 +198,7 @@ class Router:
         """
         index = Index.open(path_of(folder, "folder"))
         check_servers(index.system, allow_servers, index.folder.parent)
+        # `__init__` would read skills and open rankers, so it is not called.
         router = cls.__new__(cls)
         router._allow_servers = allow_servers
         router._current = _open(index, models={})
@@ -224,6 +241,7 @@ class Router:
         query = _query(task)
         excluded_ids = filters.excluded_ids(pool.state.skills.values()) if filters else ()
         trace = pool.trace(query, k, excluded_ids)
+        # A router without a calibration knows no probabilities.
         probabilities: list[float | None] = [None] * len(trace.ranking)
         if calibrator:
             probabilities = calibrator.probabilities(trace).tolist()
@@ -248,6 +266,7 @@ class Router:
         current = self._current
         skills_by_id = {skill.skill_id: skill for skill in skills}
         state = RouterState(current.state.system, skills_by_id)
+        # `__init__` would open the models again, so it is not called.
         router = Router.__new__(Router)
         router._current = _open(state, current.models)
         return router
@@ -275,6 +294,7 @@ class Router:
             raise SkilltrainError("no-router", "this router is in no folder", fix=fix)
 
         contents = skills if isinstance(skills, Contents) else index.contents(read_pool(skills))
+        # The index is a generation, a folder inside the router's folder.
         router_folder = index.folder.parent
         counts = write_index(router_folder, index.system, contents, current.models, previous=index)
         self.refresh()
@@ -290,7 +310,9 @@ class Router:
         if pool.index is None or pool.index.is_current():
             return False
         new_index = Index.open(pool.index.folder.parent)
+        # The new generation may name other servers than the old one.
         check_servers(new_index.system, self._allow_servers, new_index.folder.parent)
+        # Open models can be used again if they are the same.
         has_same_models = new_index.record.models == pool.index.record.models
         self._current = _open(new_index, models=pool.models if has_same_models else {})
         return True
@@ -322,6 +344,7 @@ def _open(state: RouterState, models: dict[str, Any]) -> _OpenPool:
         if key in rankers or config.components:
             continue  # it is open already, or it only fuses other rankers
         model = open_model(config, models, router_folder)
+        # Stored data, such as vectors, saves encoding the pool again.
         if key in stored_parts:
             ranker = model.over(state.skills, stored_parts[key])
         else:
@@ -356,18 +379,33 @@ def _remember_vectors(ranker: Any) -> Ranker:
 
 
 def _query(task: str) -> Query:
-    """Return a task as a query. Only its first characters are read."""
+    """Return a task as a query. Only its first characters are read.
+
+    Args:
+        task: Task in plain words.
+
+    Raises:
+        SkilltrainError: The task is no text, or has no visible character.
+    """
     if not isinstance(task, str):
         raise wrong_argument("task", "a text", task)
     text = clean_text(task[:_MAX_CHARS])
     if not any(letter.isprintable() and not letter.isspace() for letter in text):
         raise SkilltrainError("empty-text", "the request is empty")
+    # The other fields matter only for queries of a data set.
     return Query("request", text, kind="", origin="", split="")
 
 
 @lru_cache(_NUM_REMEMBERED_FLAGS)
 def _screen(skill: Skill, skill_file: Path | None) -> tuple[Flag, ...]:
-    """Screen a skill, and the files beside its SKILL.md. Return the first flag of each rule."""
+    """Screen a skill, and the files beside its SKILL.md. Return the first flag of each rule.
+
+    Results are remembered, because every answer needs the flags of its skills.
+
+    Args:
+        skill: The skill.
+        skill_file: Its SKILL.md. None: no files beside it are screened.
+    """
     flags: dict[str, Flag] = {}
     for flag in screen(skill, skill_file.parent if skill_file else None):
         flags.setdefault(flag.rule, flag)

@@ -144,13 +144,20 @@ class RerankRequest(Config):
     truncate: Literal[True] = True
 
     def answer(self, service: Service) -> list[dict[str, Any]]:
-        """Return index and score of each text, best first."""
+        """Return index and score of each text, best first.
+
+        A score is between 0 and 1, unless the request wants raw scores.
+        """
         _check_num_texts(self.texts)
         reranker = _find_model(service, Rerank, "reranker")
 
-        # Each text becomes a skill.
-        skills = {str(i): Skill(str(i), "", "", text) for i, text in enumerate(self.texts)}
-        query = Query("request", self.query, "", "", "")
+        # The reranker ranks skills. Each text becomes the body of a skill, and its index the id.
+        skills = {
+            str(i): Skill(str(i), name="", description="", body=text)
+            for i, text in enumerate(self.texts)
+        }
+        query = Query("request", self.query, kind="", origin="", split="")
+        # All texts are candidates. No ranker has scored them before, so their scores are 0.
         candidates = {query.query_id: [(skill_id, 0.0) for skill_id in skills]}
         rankings = reranker.over(skills).rank([query], candidates, len(skills))
 
@@ -175,8 +182,18 @@ def _check_num_texts(texts: Sequence[str]) -> None:
 
 
 def _find_model(service: Service, model_type: type[ModelT], name: str) -> ModelT:
-    """Return the first model of a type among the router's rankers."""
+    """Return the first model of a type among the router's rankers.
+
+    Args:
+        service: Service with the router.
+        model_type: Class of the model, such as `VectorIndex`.
+        name: Name of the model for the error, such as `encoder`.
+
+    Raises:
+        HTTPException: No ranker has such a model.
+    """
     for ranker in service.router.parts.values():
+        # An encoder's vectors are the index of a ranker. A reranker is a ranker itself.
         model = ranker.index if isinstance(ranker, PoolRanker) else ranker
         if isinstance(model, model_type):
             return model
@@ -241,6 +258,7 @@ class Methods:
             answer = str(error)
             result["isError"] = True
 
+        # A client gets a structured answer twice: as an object and as a text.
         if not isinstance(answer, str):
             result["structuredContent"] = answer
             answer = json.dumps(answer, ensure_ascii=False)
@@ -261,6 +279,7 @@ class Methods:
             _: Context of the request, which is not used.
             params: Parameters with the cursor of the page.
         """
+        # A cursor is the position of a page's first skill, as a text. The first request has none.
         start = _parse_cursor(params.cursor or "0")
         page = await self._run_request(f"{key}/list", self._service.page, start, describe)
         result = {key: page.entries, **_RESULT_FIELDS}
@@ -271,6 +290,7 @@ class Methods:
     async def get_skill(self, _: Any, params: ReadResourceRequestParams) -> dict[str, Any]:
         """Answer skills/get: the entry of a skill."""
         entries = await self._run_request("skills/get", self._service.entries, params.uri)
+        # A skill that does not follow the Agent Skills specification has no entry.
         if not entries:
             raise _invalid_params(
                 "Agent Skills do not allow its name or description; load_skill reads it"
@@ -282,6 +302,7 @@ class Methods:
         content = await self._run_request("resources/read", self._service.file, params.uri)
         mime_type, _ = guess_type(params.uri)
         file = {"uri": params.uri, "mimeType": mime_type, "_meta": _UNTRUSTED}
+        # JSON cannot hold bytes, so a file that is no UTF-8 text is sent in base64.
         try:
             file["text"] = content.decode()
         except UnicodeDecodeError:
@@ -322,12 +343,15 @@ def _answer_tool(service: Service, name: str, arguments: dict[str, Any]) -> Any:
 def _file_entries(skill: Skill) -> Entries:
     """Return URI, name and size of each file of a skill. The first is SKILL.md.
 
-    SKILL.md has the name and description of the skill. Others are named by their path.
+    SKILL.md has the name and description of the skill. Others are named by their path, such as
+    `pdf-merge/scripts/merge.py`.
     """
     entries: Entries = []
     for uri, content in skill_files(skill).items():
+        # The URI without its scheme is the path, with special characters escaped.
         name = untrusted_line(unquote(uri.removeprefix(URI_SCHEME)))
         entries.append({"uri": uri, "name": name, "size": len(content), "_meta": _UNTRUSTED})
+    # `skill_files` gives SKILL.md first.
     entries[0]["name"] = untrusted_line(skill.name)
     entries[0]["description"] = untrusted_line(skill.description)
     return entries
@@ -347,7 +371,11 @@ def _invalid_params(message: str, uri: str | None = None) -> MCPError:
 
 
 def new_mcp_server(service: Service) -> Server:
-    """Create an MCP server that can run over stdio or HTTP."""
+    """Create an MCP server that can run over stdio or HTTP.
+
+    Args:
+        service: Router that answers the requests.
+    """
     methods = Methods(service)
     server = Server(
         "skilltrain",
@@ -357,11 +385,13 @@ def new_mcp_server(service: Service) -> Server:
         on_list_resource_templates=methods.list_templates,
         on_get_prompt=methods.get_prompt,
     )
+    # Tell clients that this server has the Skills extension (SEP-2640).
     server.extensions["io.modelcontextprotocol/skills"] = {}
     add = server.add_request_handler
     add("tools/call", CallToolRequestParams, methods.call_tool)
     add("resources/read", ReadResourceRequestParams, methods.read_resource)
     add("skills/get", ReadResourceRequestParams, methods.get_skill)
+    # Both lists are read page by page, and differ only in what they say about a skill.
     for key, describe in (("resources", _file_entries), ("skills", skill_entries)):
         list_page = partial(methods.list_page, key, describe)
         add(f"{key}/list", PaginatedRequestParams, list_page)
@@ -393,6 +423,7 @@ def new_http_app(service: Service, access: Access) -> ASGIApp:
         _post_route(service, "embed", EmbedRequest),
         _post_route(service, "rerank", RerankRequest),
     ]
+    # Browsers let a web page read answers only if the server names the page (CORS).
     if access.origins:
         app.add_middleware(
             CORSMiddleware,
@@ -400,16 +431,19 @@ def new_http_app(service: Service, access: Access) -> ASGIApp:
             allow_methods=["POST"],
             allow_headers=["*"],
         )
+    # `guard` refuses all requests that `access` does not allow.
     return guard(app, access)
 
 
 def _new_mcp_app(service: Service) -> Starlette:
     """Create an HTTP application with POST /mcp as its only route."""
+    # `Access` checks the Host header, so the check of the package mcp is turned off.
     app = new_mcp_server(service).streamable_http_app(
         json_response=True,
         stateless_http=True,
         transport_security=TransportSecuritySettings(enable_dns_rebinding_protection=False),
     )
+    # A GET of /mcp would wait for messages that never come.
     for route in app.routes:
         if isinstance(route, Route):
             route.methods = {"POST"}
@@ -420,11 +454,18 @@ _PostRequest = RouteRequest | EmbedRequest | RerankRequest
 
 
 def _post_route(service: Service, name: str, request_type: type[_PostRequest]) -> Route:
-    """Create the route POST /`name`, whose body is a `request_type`."""
+    """Create the route POST /`name`, whose body is a `request_type`.
+
+    Args:
+        service: Router that answers the requests.
+        name: Path of the route, which also names the request in the metrics.
+        request_type: Class of the body. Its method `answer` answers the request.
+    """
     answer_body = partial(_answer, service, name, request_type)
 
     async def handle(request: Request) -> Response:
         body = await _read_body(request)
+        # Faults of the client become answers with a status code. Other errors are raised.
         try:
             answer = await service.run_timed(name, answer_body, body)
         except SkilltrainError as error:
@@ -437,7 +478,10 @@ def _post_route(service: Service, name: str, request_type: type[_PostRequest]) -
 
 
 async def _read_body(request: Request) -> bytes:
-    """Read the body of a request. Stop early if it is too long or the client disconnects."""
+    """Read the body of a request. Stop early if it is too long or the client disconnects.
+
+    A body that is too long is cut, but stays too long, so `_answer` refuses it.
+    """
     body = bytearray()
     with suppress(ClientDisconnect):
         async for chunk in request.stream():
@@ -449,6 +493,12 @@ async def _read_body(request: Request) -> bytes:
 
 def _answer(service: Service, name: str, request_type: type[_PostRequest], body: bytes) -> Any:
     """Check the body of a request and answer it.
+
+    Args:
+        service: Router that answers the request.
+        name: Name of the route, for errors.
+        request_type: Class of the body.
+        body: The body as it was received: a JSON object.
 
     Raises:
         SkilltrainError: The body is not a valid request.
@@ -468,13 +518,19 @@ def _answer(service: Service, name: str, request_type: type[_PostRequest], body:
 
 
 def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
-    """Serve MCP on stdin and stdout until stdin ends."""
+    """Serve MCP on stdin and stdout until stdin ends.
+
+    Args:
+        service: Router that answers the requests.
+        watched_folders: Folders of skills to keep the router current with.
+    """
     server = new_mcp_server(service)
 
     async def serve() -> None:
         async with stdio_server() as (read_stream, write_stream):
             await server.run(read_stream, write_stream, server.create_initialization_options())
 
+    # Like Ctrl-C, SIGTERM must leave time to write the log.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     _run(service, serve, watched_folders)
 
@@ -482,18 +538,32 @@ def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
 def serve_http(
     service: Service, watched_folders: Sequence[Path], host: str, port: int, access: Access
 ) -> None:
-    """Serve MCP and HTTP until Ctrl-C or SIGTERM."""
+    """Serve MCP and HTTP until Ctrl-C or SIGTERM.
+
+    Args:
+        service: Router that answers the requests.
+        watched_folders: Folders of skills to keep the router current with.
+        host: Address to listen on.
+        port: Port to listen on.
+        access: Requests that are allowed.
+
+    Raises:
+        SkilltrainError: The address cannot be used, for instance because another program uses it.
+    """
     listener = _listen(host, port)
     if not (access.token or is_loopback(host)):
         say(f"warning: everyone who reaches {host}:{port} can ask this router (see --token-env)")
     server = new_http_server(new_http_app(service, access))
-    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn handles the signal
+    # uvicorn shuts down at SIGTERM, and then raises the signal again for this handler. The handler
+    # does nothing, so that the process lives until `_run` has written the log.
+    signal.signal(signal.SIGTERM, lambda *_: None)
     say_url(host, port, access)
     _run(service, partial(server.serve, sockets=[listener]), watched_folders)
 
 
 def _listen(host: str, port: int) -> socket.socket:
     """Return a socket that listens on an address. Raises SkilltrainError if it is in use."""
+    # Only an IPv6 address has a colon.
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family)
@@ -505,10 +575,16 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 def say_url(host: str, port: int, access: Access) -> None:
-    """Print the address of the HTTP server, and how Claude Code connects to it."""
+    """Print the address of the HTTP server, and how Claude Code connects to it.
+
+    Args:
+        host: Address on which the server listens.
+        port: Port of the server.
+        access: Requests that are allowed. The URL must have an allowed host name.
+    """
     name = f"[{host}]" if ":" in host else host
     if name not in access.hosts:
-        name = min(access.hosts)  # any allowed name will do
+        name = min(access.hosts)  # any allowed name will do; this is the first by the alphabet
     url = f"http://{name}:{port}"
     say(f"serving {url} (MCP: {url}/mcp); stop with Ctrl-C")
     header = " --header 'Authorization: Bearer TOKEN'" if access.token else ""
@@ -518,7 +594,13 @@ def say_url(host: str, port: int, access: Access) -> None:
 def _run(
     service: Service, serve: Callable[[], Awaitable[None]], watched_folders: Sequence[Path]
 ) -> None:
-    """Run a server, and write the log of routed requests at the end."""
+    """Run a server, and write the log of routed requests at the end.
+
+    Args:
+        service: Service with the router and its log.
+        serve: Server to run.
+        watched_folders: Folders of skills to keep the router current with.
+    """
     logging.basicConfig(level=logging.WARNING, handlers=[LineHandler()], force=True)
     try:
         anyio.run(service.run, serve, watched_folders)

@@ -98,6 +98,7 @@ class RouteLog:
     def __init__(self, folder: Path) -> None:
         """Create the folder of the log, and check that files can be written into it."""
         self._folder = folder
+        # Time and process tell the folders of different servers apart.
         self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
         self._new_answers = SimpleQueue[tuple[str, Ranking]]()
         self._unwritten: list[tuple[str, Ranking]] = []  # taken from the queue
@@ -105,6 +106,7 @@ class RouteLog:
         self._lock = Lock()
         try:
             folder.mkdir(parents=True, exist_ok=True)
+            # Find out now whether files can be written, not after the first answers.
             TemporaryFile(dir=folder).close()
         except OSError as error:
             problem = f"cannot hold the log: {reason_of(error)}"
@@ -118,6 +120,7 @@ class RouteLog:
     def flush(self) -> None:
         """Write all new answers as one folder. After an error, the next call tries them again."""
         with self._lock:
+            # Other threads may go on adding answers to the queue.
             while not self._new_answers.empty():
                 self._unwritten.append(self._new_answers.get())
             del self._unwritten[:-_MAX_UNWRITTEN]  # the oldest
@@ -128,12 +131,14 @@ class RouteLog:
         """Write the unwritten answers as a folder. Its name ends in the number of the last one."""
         queries = []
         rankings: Rankings = {}
+        # Answers are counted from 1 over the whole life of the log.
         first_number = self._num_written + 1
         for number, (text, ranking) in enumerate(self._unwritten, first_number):
             query_id = f"{self._name}-{number}"
             queries.append(Query(query_id, text, kind="single", origin="served", split="test"))
             rankings[query_id] = ranking
 
+        # Write both tables into one folder, which appears whole or not at all.
         last_number = self._num_written + len(queries)
         with staged_folder(self._folder / f"{self._name}-{last_number:06}") as staged:
             write_table(rankings_table({"served": rankings}), RANKINGS, staged)
@@ -169,19 +174,24 @@ class Service:
 
         Args:
             router: Router to ask.
-            flagged: Whether to `mark` or `withhold` skills that the safety screening flags.
+            flagged: What to do with skills that the safety screening flags. `mark` shows the flags,
+                and `withhold` hides the skills.
             log: Log of all answers, if any.
-            shows_folders: Whether clients are on this machine, and may see folders.
+            shows_folders: Whether answers have the folders of skills. Set it only if all clients
+                are on this machine.
         """
         self.router = router
         self.flagged = flagged
         self.log = log
         self.shows_folders = shows_folders
         self.registry = CollectorRegistry()
-        self._last_fault_by_task: dict[str, str] = {}  # "" after a success
-        self._last_state: object = None  # of the index and watched files
+        # Error in the last run of each background task, by its name; "" after a success.
+        self._last_fault_by_task: dict[str, str] = {}
+        # State of the index and of the watched files after the last update.
+        self._last_state: object = None
 
         num_skills = Gauge("skilltrain_skills", "Skills of the router", registry=self.registry)
+        # The gauge asks for the number whenever the metrics are read.
         num_skills.set_function(lambda: len(self.router.skills))
         self._request_seconds = Histogram(
             "skilltrain_request_seconds",
@@ -196,12 +206,19 @@ class Service:
     async def run_timed(
         self, name: str, work: Callable[..., ResultT], *arguments: object
     ) -> ResultT:
-        """Run `work(*arguments)` in a thread. Record its time and outcome as the request `name`."""
+        """Run `work(*arguments)` in a thread. Record its time and outcome as the request `name`.
+
+        Args:
+            name: Name of the request in the metrics.
+            work: Function that answers the request.
+            arguments: Arguments of `work`.
+        """
         start = time.monotonic()
         outcome = "answered"
         try:
             return await run_sync(work, *arguments)
         except BaseException as error:
+            # These two errors mean that the request cannot be served. Others are unexpected.
             is_refused = isinstance(error, SkilltrainError | HTTPException)
             outcome = "refused" if is_refused else "failed"
             raise
@@ -217,7 +234,8 @@ class Service:
             filters: What a skill must have. None: all skills may be answers.
 
         Returns:
-            Whether any skill fits, the skills, and a warning.
+            `fits` (whether any skill fits), `skills` (best first), and a `note` that their texts
+            are untrusted.
         """
         # More than `k` skills are needed if some of them are withheld.
         withholds = self.flagged == "withhold"
@@ -240,6 +258,9 @@ class Service:
     def skill(self, uri: str) -> Skill:
         """Return the skill whose SKILL.md has a URI.
 
+        Args:
+            uri: URI of the skill's SKILL.md, such as `skill://pdf-merge/SKILL.md`.
+
         Raises:
             SkilltrainError: No skill has the URI, or the skill is withheld.
         """
@@ -255,10 +276,14 @@ class Service:
     def file(self, uri: str) -> bytes:
         """Return the content of a skill's file (see `skill_files`).
 
+        Args:
+            uri: URI of the file, such as `skill://pdf-merge/scripts/merge.py`.
+
         Raises:
             SkilltrainError: There is no such file, or the skill is withheld.
         """
         skill = find_skill(uri, self.router.skills)
+        # A withheld skill looks to the client as if it were not there.
         files: dict[str, bytes] = {}
         if skill is not None and not self._is_withheld(skill):
             files = skill_files(skill)
@@ -270,6 +295,9 @@ class Service:
         """Return the whole text of a skill for a model, between marks.
 
         Above it are a warning, the flags of the screening, and the skill's folder.
+
+        Args:
+            uri: URI of the skill's SKILL.md.
         """
         skill = self.skill(uri)
         lines = [WARNING]
@@ -278,6 +306,7 @@ class Service:
         if folder is not None:
             lines.append(f"Folder of its files: {folder}")
         text = f"{skill.name}\n{skill.description}\n\n{skill.body}"
+        # The text is not cut, but invisible characters are removed, and special tokens are broken.
         safe_text = untrusted_text(text, max_chars=len(text))
         return "\n".join([*lines, fenced(safe_text)])
 
@@ -291,6 +320,7 @@ class Service:
         pool = self.router.skills
         end = start + PAGE_SIZE
         entries: Entries = []
+        # A page may be short, because withheld skills count for its positions.
         for skill_id in islice(pool, start, end):
             skill = pool[skill_id]
             if not self._is_withheld(skill):
@@ -324,15 +354,21 @@ class Service:
             try:
                 await serve()
             finally:
+                # The background tasks never end by themselves.
                 tasks.cancel_scope.cancel()
 
     def update(self, watched_folders: Sequence[Path]) -> None:
         """Bring the router up to date with its folder and with the watched folders.
 
-        Skills that are removed are printed.
+        Files are compared at each call, because not every file system reports changes. Skills that
+        are removed are printed.
+
+        Args:
+            watched_folders: Folders of skills. Their skills replace what the router had of them.
         """
         self.router.refresh()
         stamps = [file_stamps(folder, SOURCE_FILES) for folder in watched_folders]
+        # The index belongs to the state, because another process may have replaced it.
         state = (stamps, self.router.index)
         if not watched_folders or state == self._last_state:
             return
@@ -342,6 +378,7 @@ class Service:
         removed_ids = old_ids - self.router.skills.keys()
         if removed_ids:
             say(f"removed from the router: {', '.join(sorted(removed_ids))}")
+        # The update has made a new index, so the state is taken again.
         self._last_state = (stamps, self.router.index)
 
     async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
@@ -353,6 +390,10 @@ class Service:
         """Run a background task as the request `name`.
 
         An error is printed, unless the task's last run had the same one. It is not raised.
+
+        Args:
+            name: Name of the task in the metrics and in errors.
+            work: The task.
         """
         fault = ""
         try:
@@ -380,7 +421,12 @@ def _unknown_uri(uri: str) -> SkilltrainError:
 
 
 def _answer_row(result: RoutedSkill, skill: Skill) -> dict[str, Any]:
-    """Return what a client gets about a skill of an answer."""
+    """Return what a client gets about a skill of an answer.
+
+    Args:
+        result: The skill as the router has ranked it.
+        skill: The skill itself.
+    """
     return {
         "uri": skill_uri(skill),
         "name": untrusted_line(skill.name),
@@ -403,8 +449,8 @@ def _flag_lines(flags: Sequence[Flag]) -> list[str]:
 def skill_uri(skill: Skill) -> str:
     """Return the URI of a skill: `skill://ID/SKILL.md`, or `skill://by-id/ID/NAME/SKILL.md`.
 
-    The second form is for ids that do not end in the skill's name. Skills that do not follow the
-    Agent Skills specification have the first form.
+    SEP-2640 demands the skill's name before SKILL.md. So the second form is for ids that do not end
+    in the name. Skills that do not follow the Agent Skills specification have the first form.
     """
     path = skill.skill_id
     if _follows_specification(skill) and path.rpartition("/")[2] != skill.name:
@@ -420,10 +466,13 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
         skills: Skills by id.
     """
     folder = uri[:_MAX_URI_CHARS]
+    # Go up from the file, folder by folder, until a folder is that of a skill.
     while "/" in folder:
         folder = folder.rpartition("/")[0]
         path = unquote(folder.removeprefix(URI_SCHEME))
-        id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]  # by-id/ID/NAME
+        # The path is the skill's id ("docs/pdf-merge"), or has the id and the name
+        # ("by-id/docs/17/pdf-merge").
+        id_before_name = path.removeprefix(_BY_ID).rpartition("/")[0]
         for skill_id in (path, id_before_name):
             skill = skills.get(skill_id)
             if skill is not None and skill_uri(skill) == folder + _URI_FILE:
@@ -434,7 +483,8 @@ def find_skill(uri: str, skills: Mapping[str, Skill]) -> Skill | None:
 def skill_files(skill: Skill) -> dict[str, bytes]:
     """Return the content of each file of a skill by URI, beginning with the indexed SKILL.md.
 
-    Links, hidden files and files beyond the limits of the safety screening are left out.
+    The other files are read from its folder, if that is on this machine. Links, hidden files and
+    files beyond the limits of the safety screening are left out.
     """
     uri = skill_uri(skill)
     files = {uri: skill_text(skill).encode()}
@@ -443,6 +493,7 @@ def skill_files(skill: Skill) -> dict[str, bytes]:
         bundled_files, _ = read_bundled_files(skill_file.parent)
         folder = uri.removesuffix(_URI_FILE)
         for file in bundled_files:
+            # A file's name need not be UTF-8, so its URI is made of bytes.
             path_bytes = os.fsencode(file.path.as_posix())
             files[f"{folder}/{quote(path_bytes)}"] = file.content
     return files
@@ -457,6 +508,7 @@ def skill_entries(skill: Skill) -> Entries:
         return []
     manifest = []
     for uri, content in skill_files(skill).items():
+        # With the digest, a client can check the content of a file.
         digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
         manifest.append({"uri": uri, "digest": digest, "size": len(content)})
     entry = {"uri": skill_uri(skill), "frontmatter": front_matter(skill), "resources": manifest}
