@@ -84,7 +84,7 @@ class Mine(Stage):
 
         Installed sources come first, in a fixed order, then those given by an import path.
         """
-        # These two sources draw skills at random. All others search, and give `depth` candidates.
+        # These two sources draw skills at random. All others give at most `depth` candidates.
         limits = {"taxonomy": self.num_taxonomy, "random": self.num_random}
         names = [name for name in plugin_paths("source") if name in self.sources]
         names += self.sources  # a dict keeps the first place of a repeated name

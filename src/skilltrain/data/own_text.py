@@ -170,7 +170,14 @@ def _is_clear(request: str, kind: Kind, skill: Skill) -> bool:
 
     It must share words, besides the verb, with the name or the description: one word in a "when to
     use" section or in a longer request, and otherwise two words.
+
+    Args:
+        request: The request.
+        kind: Kind of the passage that it was made from.
+        skill: The skill with this passage.
     """
+    # Leave out the first word, which is the verb, and short words such as "the". Short words in
+    # other scripts count, because a Chinese word has few characters.
     long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
     num_shared = len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
     is_vague = kind != "use" and num_words(request) < _MIN_CLEAR_WORDS
@@ -210,7 +217,8 @@ def _says_purpose(description: str, skill: Skill) -> bool:
 def _is_description(paragraph: str) -> bool:
     """Return whether the first paragraph of a body can be the description of the skill.
 
-    It must be a long sentence, and no order to the agent ("Always search tools first").
+    It must have enough words, end like a sentence, and not be an order to the agent ("Always
+    search tools first").
     """
     is_prose = num_words(paragraph) >= _MIN_PARAGRAPH_WORDS and paragraph[-1] in ".!。！"
     return is_prose and not pattern("order").search(paragraph)
