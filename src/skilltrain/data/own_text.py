@@ -188,7 +188,7 @@ def _quotations(text: str, name: str) -> Iterator[Passage]:
     """Yield the quotations in a text that are requests of a user and do not name the skill."""
     for quotation in _QUOTED.findall(text):
         request = one_line(quotation).rstrip(" ,;:，；：")
-        # A user says a question or a sentence about themselves, or the quotation is a task.
+        # A quotation is a request if it is a question or a sentence of a user, or names a task.
         is_spoken = pattern("spoken").match(request) is not None
         is_request = is_spoken or any(passages_of(request, name, is_about_use=True))
         # "deploy X to [server]" has gaps for words, so it is not complete.
