@@ -64,6 +64,7 @@ def build_lists(
         queries = out / "queries"
         run({"stage": "queries", "files": file, "pool": pool, "split": "train", "out": queries})
 
+    # Run the steps in their order. Each writes to a folder of its own in `out`.
     model = {"source": encoder, "cache": out / "vectors"}
     inputs = {"pool": pool, "queries": queries}
     recipes = training_list_recipes(inputs, model, out, quotas, seed=0)
@@ -147,11 +148,13 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
         176
     """
     out = path_of(out, "out")
+    # `queries` is a list of files, a single file, or rows. Files are passed on as a list. Rows are
+    # written to a file first.
     is_list = isinstance(queries, list | tuple)
     is_list_of_files = is_list and all(isinstance(item, Path | str) for item in queries)
     if not is_list_of_files:
         queries = [_file_of(queries, "queries", out)]
-    skills = _file_of(skills, "skills", out)
+    skills = _file_of(skills, "skills", out)  # skills in memory are written to a file
     values = {"skills": skills, "out": out, "queries": queries, **settings}
     return run_fit(validate(FitConfig, values, "fit"))
 
@@ -166,6 +169,7 @@ def _file_of(table: Any, name: str, out: Path) -> Path | str:
     """
     if isinstance(table, Path | str):
         return table
+    # Values that JSON does not know are written as texts.
     rows = to_jsonable_python(rows_of(table, name), fallback=str)
     file = out / f"{name}.jsonl"
     write_jsonl(file, rows)
@@ -213,18 +217,20 @@ def plan_task(
 
     if not text.strip():
         raise SkilltrainError("empty-text", "the task is empty")
-    flags: dict[str, tuple[Flag, ...]] = {}
+    flags: dict[str, tuple[Flag, ...]] = {}  # safety flags by id of a ranked skill
 
     def rank_skills(steps: Sequence[str], keep: int) -> list[Ranking]:
         """Rank the `keep` best skills for each step, and remember their flags."""
         rankings: list[Ranking] = []
         for step in steps:
             answer = router.route(step, keep)
+            # `fits` is False if no skill reaches the threshold of the router.
             skills = answer.skills if answer.fits else ()
             flags.update((skill.skill_id, skill.flags) for skill in skills)
             rankings.append([(skill.skill_id, skill.score) for skill in skills])
         return rankings
 
+    # `lenient`: if the chat model is down, rules split the task.
     task = Query("task", text, kind="multi", origin="", split="")
     plan = Planner(config, router.skills, rank_skills, lenient=True).plan([task])[0]
     planned_ids = [step.skill_id for step in plan.steps if step.skill_id]
@@ -259,6 +265,7 @@ def export_model(
     from skilltrain.export.card import Published
     from skilltrain.training.export_run import export_run
 
+    # The model card says where the model is published, and which results a report has.
     reports = [] if report is None else [path_of(report, "report")]
     published = Published(repo, license_id, reports)
     folder = path_of(training, "training")
@@ -266,7 +273,12 @@ def export_model(
 
 
 def _stage_of(recipe: "Recipe", settings: Sequence[str]) -> Stage:
-    """Return the stage of a recipe, with overrides `key=value` applied."""
+    """Return the stage of a recipe, with overrides `key=value` applied.
+
+    Args:
+        recipe: Settings as nested maps, or the path of a recipe file.
+        settings: The overrides.
+    """
     if isinstance(recipe, Mapping):
         values = to_jsonable_python(dict(recipe), fallback=str)  # paths become texts
         return parse_recipe(apply_overrides(values, settings), "recipe")

@@ -63,7 +63,13 @@ def rows_of(source: Any, name: str) -> list[Any]:
 
 
 def wrong_argument(name: str, expected: str, value: Any) -> SkilltrainError:
-    """Return the error for an argument that is not what is expected."""
+    """Return the error for an argument that is not what is expected.
+
+    Args:
+        name: Name of the argument.
+        expected: What the argument must be, such as "a path".
+        value: The argument. Its first 60 characters are shown.
+    """
     return SkilltrainError(
         "invalid-setting", f"must be {expected}, found {value!r:.60}", where=name
     )

@@ -81,7 +81,10 @@ A name is written as in a recipe (`cosine_pair`). If something else still has th
 
 
 def removed_advice(name: object) -> str:
-    """Return ` (removed: ADVICE)` for a name in `REMOVED`, else an empty string."""
+    """Return ` (removed: ADVICE)` for a name in `REMOVED`, else an empty string.
+
+    Example: "openvino" gives " (removed: use onnx)".
+    """
     advice = REMOVED.get(str(name))
     return f" (removed: {advice})" if advice else ""
 
@@ -116,14 +119,18 @@ class _RecipeLoader(yaml.SafeLoader):
         return node
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the dict of a YAML map. Raises SkilltrainError if a key appears twice."""
+        """Return the dict of a YAML map. Raises SkilltrainError if a key appears twice.
+
+        PyYAML's own loader keeps the last of equal keys silently.
+        """
         keys = set()
         for key_node, _ in node.value:
+            # The key `<<` includes another map. It may appear twice.
             if key_node.tag == _MERGE_TAG:
                 continue
             key = self.construct_object(key_node, deep=True)
             if not isinstance(key, Hashable):
-                continue  # the base class refuses it
+                continue  # the base class raises an error for this key
             if key in keys:
                 line = key_node.start_mark.line + 1
                 raise SkilltrainError(
@@ -142,15 +149,22 @@ def _count_nodes(node: yaml.Node, sizes: dict[yaml.Node, int]) -> int:
 
     Args:
         node: Root of the tree.
-        sizes: Known sizes of trees by root. New sizes are added.
+        sizes: Number of nodes of each tree that was counted before, by its root. This call adds
+            the trees inside `node`, and `node` itself.
+
+    Raises:
+        SkilltrainError: There are more than _MAX_NODES, or an alias refers to a node around it.
     """
     if node not in sizes:
+        # An alias inside the tree may refer to `node` itself. For such an alias, the recursion
+        # returns this provisional size. The tree around the alias is larger by at least 1, so its
+        # size exceeds the limit.
         sizes[node] = _SIZE_INSIDE_ITSELF
         children: Iterable[yaml.Node] = ()
         if isinstance(node, yaml.SequenceNode):
             children = node.value
         elif isinstance(node, yaml.MappingNode):
-            children = itertools.chain.from_iterable(node.value)  # keys and values
+            children = itertools.chain.from_iterable(node.value)  # of pairs of key and value
         sizes[node] = 1 + sum(_count_nodes(child, sizes) for child in children)
     if sizes[node] > _MAX_NODES:
         line = node.start_mark.line + 1
@@ -167,12 +181,18 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
         text: The text.
         where: Name of the text in errors.
         fix: Advice for a syntax error.
+
+    Raises:
+        SkilltrainError: There is a syntax error, a repeated key or an endless alias.
     """
     try:
         return yaml.load(text, _RecipeLoader)
     except SkilltrainError as error:
+        # The loader does not know the name of the text, so add the name here.
         raise SkilltrainError(error.code, error.problem, where=where) from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
+        # PyYAML raises ValueError for values that it cannot convert. Only YAMLError has a mark,
+        # which is the place of the fault.
         mark = getattr(error, "problem_mark", None)
         line = f", line {mark.line + 1}" if mark else ""
         problem = f"is not YAML: {getattr(error, 'problem', error)}"
@@ -182,9 +202,11 @@ def parse_yaml(text: str, where: object, fix: str = "") -> Any:
 def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
     """Read a recipe file as nested maps, and apply overrides.
 
+    A recipe with the key `based_on: FILE` only holds what differs from the recipe FILE, its base.
+    The path FILE is relative to the recipe. A base has no base of its own.
+
     Args:
-        path: Recipe file. Its key `based_on` may name another file, relative to it, whose settings
-            it changes.
+        path: Recipe file.
         overrides: Settings of the form `key=value`.
     """
     values = _read_recipe(path)
@@ -202,7 +224,11 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
-    """Read the settings in a recipe file. The key `recipe` is no setting."""
+    """Read the settings in a recipe file.
+
+    The key `recipe` is left out, because it is no setting. A recipe with this key is a Python
+    program as well, so that `accelerate launch` can run it.
+    """
     check_regular(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -213,12 +239,16 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
         raise SkilltrainError("invalid-recipe", "a recipe is a map of keys to values", where=path)
+    # To Python, the line of this key opens a string that holds all settings after the line.
     values.pop("recipe", None)
     return values
 
 
 def _merge(base: Any, changes: Any) -> Any:
-    """Merge two maps and the maps in them. Any other value of `changes` replaces that of `base`."""
+    """Merge two maps and the maps in them. Any other value of `changes` replaces that of `base`.
+
+    Example: `{a: {x: 1, y: 2}}` changed by `{a: {y: 3}}` becomes `{a: {x: 1, y: 3}}`.
+    """
     if not (isinstance(base, dict) and isinstance(changes, dict)):
         return changes
     return base | {key: _merge(base.get(key), value) for key, value in changes.items()}
@@ -227,12 +257,13 @@ def _merge(base: Any, changes: Any) -> Any:
 def apply_overrides(values: Mapping[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
     """Return a copy of `values` with each override `section.key=value` set.
 
-    The value is parsed as YAML, unless it is a file pattern such as `*.json`. An empty value means
-    null.
+    The value is parsed as YAML. An empty value means null. A value that starts with `*` stays
+    text, because it is a file pattern such as `*.json`. (In YAML, `*` marks an alias.)
     """
     result = copy.deepcopy(dict(values))
     for override in overrides:
         key, equals, text = str(override).partition("=")
+        # An empty part of the key, as in `section..key`, is an error.
         if not equals or "" in key.split("."):
             raise SkilltrainError(
                 "invalid-override",
@@ -260,6 +291,8 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
     """
     names = key.split(".")
     last_name = names.pop()
+
+    # Walk down to the section or the list that holds the setting.
     section: Any = values
     for name in names:
         if isinstance(section, dict):
@@ -273,7 +306,15 @@ def set_value(values: dict[str, Any], key: str, value: Any, where: object) -> No
 
 
 def _key_in(section: dict[str, Any] | list[Any], name: str, where: object) -> Any:
-    """Return a key of a map, or the position that `name` means in a list."""
+    """Return a key of a map, or the position that `name` means in a list.
+
+    Example: for a list, the name "0" gives 0. For a map, the name stays as it is.
+
+    Args:
+        section: The map or list that a part of a key leads into.
+        name: The next part of the key.
+        where: The override, for the error.
+    """
     if isinstance(section, dict):
         return name
     if not (name.isdecimal() and int(name) < len(section)):
@@ -296,12 +337,16 @@ _CODES = {
 
 
 def validate(config_class: type[ConfigT], values: Mapping[str, Any], where: object) -> ConfigT:
-    """Validate settings. The error for wrong settings describes one fault.
+    """Validate settings.
 
     Args:
         config_class: Class of the settings.
         values: Settings as nested maps.
         where: The recipe or the command, for the error.
+
+    Raises:
+        SkilltrainError: A setting is wrong. The error describes one fault with its key, and says
+            how many more there are. Unknown keys are described before other faults.
     """
     try:
         return config_class.model_validate(values)
@@ -323,6 +368,7 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
         fault: An item of pydantic's `ValidationError.errors()`.
         values: All settings as nested maps.
     """
+    # The section with the fault may have several classes if its tag is missing or unknown.
     path, classes = _follow(config_class, fault["loc"], values)
     allowed_keys = itertools.chain.from_iterable(section.model_fields for section in classes)
     keys = sorted(set(allowed_keys))
@@ -332,11 +378,13 @@ def _describe(config_class: type[BaseModel], fault: Any, values: Mapping[str, An
     if kind == "missing":
         missing_key = ".".join([*path, str(fault["loc"][-1])])
         return f"missing key '{missing_key}'"
+    # A tag is the setting that chooses the class of a section, such as `kind: dense`.
     if kind in ("union_tag_invalid", "union_tag_not_found"):
         return _describe_tag(path, classes, fault)
 
     key = ".".join(path)
     subject = f"{key}: " if key else ""
+    # A section must be a map, but the recipe has another value there.
     if kind in ("model_type", "model_attributes_type"):
         value = _short(fault["input"])
         return f"{subject}must be a section of keys ({', '.join(keys)}), found {value}"
@@ -352,6 +400,7 @@ def _describe_unknown_key(path: Sequence[str], keys: Sequence[str], stage: objec
         stage: Name of the recipe's stage. None: the settings are not those of a stage.
     """
     key = ".".join(path)
+    # `REMOVED` names a removed setting as `name`, `section.name` or `stage.key`.
     section_and_name = ".".join(path[-2:])
     for removed_name in (path[-1], section_and_name, f"{stage}.{key}"):
         if removed_name in REMOVED:
@@ -363,21 +412,29 @@ def _describe_value(fault: Any) -> str:
     """Describe a wrong value without its key, such as `must be a path, found 3`.
 
     Args:
-        fault: An item of pydantic's `ValidationError.errors()`.
+        fault: An item of pydantic's `ValidationError.errors()`. It holds the type of the error,
+            pydantic's message, and the wrong value as `input`.
     """
+    # Shorten pydantic's message, and add the wrong value. For example, "Input should be a valid
+    # integer" becomes "must be a valid integer, found 'ten'".
     kind = fault["type"]
     message = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     end = f", found {_short(fault['input'])}"
     if kind == "value_error":
-        end = ""  # our messages name the value
+        # Our own validators raised this error, and their messages name the value already.
+        end = ""
     elif kind == "path_type":
         message = "must be a path"
         if isinstance(fault["input"], int | float):
+            # YAML reads a folder name such as 2024 as a number, unless it is in quotes.
             end += " (write it in quotes)"
     elif kind == "too_short":
         message = f"must hold at least {fault['ctx']['min_length']}"
     elif kind == "literal_error":
+        # The setting has fixed choices, and the value is none of them. If an earlier version had
+        # this choice, advise what to use now: ` (removed: use ...)`.
         end += removed_advice(fault["input"])
+    # Start with a small letter, because the message follows the setting's key.
     return f"{message[:1].lower()}{message[1:]}{end}"
 
 
@@ -392,11 +449,13 @@ def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault
     tag = fault["ctx"]["discriminator"].strip("'")
     key = ".".join([*path, tag])
     tags_by_class = [tags_of(section_class) for section_class in classes]
+    # The allowed values of the tag, such as `dense` and `lexical` for the tag `kind`.
     choices = sorted({tags[tag] for tags in tags_by_class if tag in tags})
     if fault["type"] == "union_tag_not_found":
         return f"missing key '{key}': choose from {', '.join(choices)}"
 
     value = str(fault["ctx"]["tag"])
+    # The advice begins with its separator: ` (removed: ...)`, `, did you mean ...? ` or `; `.
     advice = removed_advice(value)
     if not advice:
         advice = f"{_suggestion(value, choices)}choose from {', '.join(choices)}"
@@ -410,22 +469,28 @@ def _follow(
 
     Args:
         config_class: Class of the settings.
-        location: Keys, positions and tags, such as `("rankers", 0, "dense", "batch_size")`.
+        location: Keys, positions in lists, and tags: `("rankers", 0, "dense", "batch_size")`. A tag
+            such as `dense` names the member of a union that pydantic chose.
+        values: The settings.
 
     Returns:
-        Keys to the fault, and classes that its section may have.
+        The keys that lead to the fault, without tags, and the classes that its section may have.
     """
     path = []
-    classes = [config_class]
+    classes = [config_class]  # that the current section may have
     expected_tag = ""
     for key in location:
-        is_tag = key == expected_tag  # of the last section
+        # If a tag chose the class of a section, the location holds it directly after the section.
+        is_tag = key == expected_tag
         expected_tag = ""
+        # Skip a key that the settings do not hold. It is a missing setting, or it names a type of a
+        # union without a tag, such as `int`.
         if is_tag or not _holds(values, key):
             continue
         path.append(str(key))
         values = values[key]
         classes = _inner_sections(classes, key)
+        # If this section may have several classes, its tag chooses one.
         if len(classes) > 1 and isinstance(values, Mapping):
             classes = _chosen_sections(classes, values)
             expected_tag = next(iter(tags_of(classes[0]).values()), "")
@@ -463,9 +528,12 @@ def _chosen_sections(
         section_classes: Classes that the section may have.
         values: Settings of the section, with tags such as `kind: dense`.
     """
+    # The value of a tag may be the import path of a class, `package.module:Class`.
     plugin = _imported_plugin(values)
     if plugin is not None:
         return [plugin]
+
+    # A class is chosen if `values` holds each of its tags with the same value.
     chosen = []
     for section_class in section_classes:
         tag_matches = [values.get(name) == tag for name, tag in tags_of(section_class).items()]
@@ -475,9 +543,14 @@ def _chosen_sections(
 
 
 def _imported_plugin(values: Mapping[str, Any]) -> type[BaseModel] | None:
-    """Return the class whose import path is a tag of a section, if it is imported."""
+    """Return the class whose import path is a tag of a section, if it is imported.
+
+    Args:
+        values: Settings of the section, such as `{"kind": "my_package.rankers:MyRanker"}`.
+    """
     for tag in ("name", "kind"):
         module_name, _, class_name = str(values.get(tag)).partition(":")
+        # A module that is not imported is None, which has no such attribute.
         plugin = getattr(sys.modules.get(module_name), class_name, None)
         if isinstance(plugin, type) and issubclass(plugin, BaseModel):
             return plugin
@@ -503,8 +576,8 @@ def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[Bas
 
     Args:
         annotation: The type.
-        metadata: Other arguments of `Annotated`. A `OneOf` among them stands for the classes of all
-            plug-ins.
+        metadata: Other arguments of `Annotated` for this type. If one is a `OneOf`, the type is the
+            base class of plug-ins, and the classes of all plug-ins are returned.
     """
     for marker in metadata:
         if isinstance(marker, OneOf):
@@ -514,7 +587,7 @@ def _sections_in(annotation: Any, metadata: Sequence[Any] = ()) -> list[type[Bas
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin is Annotated:
-        return _sections_in(arguments[0], arguments[1:])
+        return _sections_in(arguments[0], metadata=arguments[1:])
     sections = []
     if origin in (Union, UnionType, list, tuple, dict):
         for argument in arguments:
@@ -536,7 +609,7 @@ def tags_of(section: type[BaseModel]) -> dict[str, str]:
 
 
 def _short(value: Any) -> str:
-    """Return a wrong value as it is shown in an error."""
+    """Return a wrong value as it is shown in an error, cut to 60 characters."""
     return shorten("null" if value is None else repr(value), 60, "...")
 
 

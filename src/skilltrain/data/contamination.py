@@ -172,11 +172,13 @@ class _TrigramIndex:
         """
         if threshold is None:
             return []
+        # Count the trigrams that each text of the index shares with `text`.
         trigrams = word_trigrams(text).tolist()
         num_shared = Counter[int]()  # by position of the text
         for trigram in trigrams:
             num_shared.update(self._positions.get(trigram, ()))
 
+        # Jaccard index: number of shared trigrams, divided by the number in either text.
         matches: list[tuple[int, float]] = []
         for position, shared in sorted(num_shared.items()):
             value = shared / (self._sizes[position] + len(trigrams) - shared)
@@ -192,6 +194,8 @@ class BenchmarkIndex:
     """
 
     def __init__(self, benchmarks: Sequence[HeldOutBenchmark], limits: ContaminationLimits) -> None:
+        # The lists are parallel: `_names` and the texts of `_bodies` have the order of `_golds`,
+        # and the texts of `_queries` have the order of `_tasks`.
         self._limits = limits
         self._tasks: list[tuple[str, Task]] = []  # (benchmark, task)
         self._golds: list[tuple[str, Skill]] = []  # (benchmark, gold skill)
@@ -205,17 +209,29 @@ class BenchmarkIndex:
     def query_matches(self, text: str) -> list[Match]:
         """Return a match for each benchmark query that has (nearly) the words of `text`."""
         matches: list[Match] = []
+        # `value` is the Jaccard index of the word trigrams of both queries.
         for position, value in self._queries.similar(text, self._limits.query_overlap):
             benchmark, task = self._tasks[position]
             overlap = "the same words as" if value == 1 else f"word overlap {value:.3f} with"
             reason = f"{overlap} task {task.query.query_id} of benchmark {benchmark}"
-            matches.append(Match("", "", "query_overlap", reason, value, benchmark))
+            # The method `contaminations` sets the query id. No skill takes part in this match.
+            matches.append(
+                Match(
+                    query_id="",
+                    skill_id="",
+                    filter="query_overlap",
+                    reason=reason,
+                    value=value,
+                    source=benchmark,
+                )
+            )
         return matches
 
     def skill_matches(self, skill: Skill) -> list[Match]:
         """Compare a training skill with all gold skills, and return the matches.
 
-        A gold skill matches if it has the same id, the same name or a similar body.
+        A gold skill matches if it has the same id, the same name or a similar body. The setting
+        `limits` may turn off the comparison of names or of bodies.
         """
         matches: list[Match] = []
         if self._limits.name:
@@ -228,7 +244,7 @@ class BenchmarkIndex:
     def _name_matches(self, skill: Skill) -> list[Match]:
         """Return a match for each gold skill that has the id or the name of a training skill."""
         matches: list[Match] = []
-        name = name_key(skill.name)
+        name = name_key(skill.name)  # without separators; an empty name is not compared
         for position, (_, gold) in enumerate(self._golds):
             if gold.skill_id == skill.skill_id:
                 matches.append(self._gold_match(skill, position, "is"))
@@ -354,7 +370,7 @@ class Decontaminate(Stage):
         for query in track(positives, "comparing queries", len(positives)):
             matches: list[Match] = []
             for skill_id in positives[query]:
-                matches += matches_by_skill.get(skill_id, ())
+                matches += matches_by_skill.get(skill_id, ())  # none if it is not in the pool
             rows += index.contaminations(query.query_id, query.text, matches)
 
         dropped_ids = {row.query_id for row in rows}
@@ -383,6 +399,10 @@ class Decontaminate(Stage):
 def _read_positives(pool: Path, positives: Collection[str]) -> list[Skill]:
     """Return the positives that are in the pool, and warn if some are not.
 
+    Args:
+        pool: SKILLS table.
+        positives: Ids of the skills that are judged to fit a query.
+
     Raises:
         SkilltrainError: None of the positives is in the pool.
     """
@@ -410,9 +430,11 @@ def _write_clean(source: Path, dropped_ids: Collection[str], out: Path) -> dict[
     Returns:
         Numbers of lists kept and dropped; empty without LISTS.
     """
+    # A filter for the rows of all other queries. The type is given, as `dropped_ids` may be empty.
     is_clean = ~pc.field("query_id").isin(pa.array(dropped_ids, pa.string()))
     for spec in (QUERIES, JUDGEMENTS):
         write_table(read_table(source, spec).filter(is_clean), spec, out)
+    # A folder of queries alone has no training lists.
     if not table_path(source, LISTS).is_file():
         return {}
 

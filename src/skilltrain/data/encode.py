@@ -69,7 +69,7 @@ class Encode(Stage):
         encoder = open_encoder(self.encoder)
         assert encoder.cache is not None, "checked by Encode"
 
-        # Render the inputs of the model.
+        # Render the inputs of the model. A skill whose body is cut into windows has several chunks.
         settings = encoder.model.settings
         chunks: list[str] = []
         for skill in read_skills(self.pool):
@@ -114,6 +114,7 @@ def _join_ranks() -> None:
 
     The processes use gloo even on GPUs, because they exchange little data.
     """
+    # `launched_ranks` is the number of processes that the launcher started.
     if launched_ranks() > 1:
         is_cpu = default_device().type == "cpu"
         if is_cpu:
@@ -121,6 +122,7 @@ def _join_ranks() -> None:
             os.environ.setdefault("DS_ACCELERATOR", "cpu")
         from accelerate import PartialState
 
+        # Creating this object connects the process to the others.
         PartialState(cpu=is_cpu, backend="gloo", timeout=_TIMEOUT)
 
 
@@ -188,6 +190,7 @@ def _check_ranks_agree(encoder: SkillEncoder, kind: str, keys: np.ndarray) -> No
         kind: Kind of texts, for the message.
         keys: Keys of the texts (see `text_keys`).
     """
+    # `identity` stands for the weights and the number format. Compare one hash of all.
     digest = hashlib.sha256(encoder.identity.encode() + keys.tobytes()).digest()
     if of_first_rank(digest) != digest:
         rank, _ = rank_and_world()

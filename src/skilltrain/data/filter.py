@@ -86,6 +86,7 @@ class Filter(Stage):
         if len(set(names)) < len(names):
             raise ValueError("a layer appears twice in 'layers'")
 
+        # Names of settings that a layer may need, each with advice for the error.
         remedies = {
             "encoder": "the section 'encoder' (or leave the layer out of 'layers')",
             "clusters": "'clusters', the output of the stage clusters",
@@ -109,7 +110,7 @@ class Filter(Stage):
         check_ranked(rankings, {skill.skill_id for skill in skills}, self.pool)
 
         # Find the candidates to drop: false negatives and judged positives.
-        rows = rows_by_query(rankings)
+        rows = rows_by_query(rankings)  # row numbers in `rankings`, by query id
         verdicts = read_verdicts(self.queries)
         pool = FilterPool(
             skills,
@@ -131,6 +132,7 @@ class Filter(Stage):
         write_table(kept_rankings, RANKINGS, out)
         write_table((dropped_by_row[row] for row in sorted(dropped_by_row)), DROPPED, out)
 
+        # The column `filter` of a dropped row is the name of a layer, or `judged`.
         num_dropped_by_layer = Counter(dropped.filter for dropped in dropped_by_row.values())
         reasons = ["judged"] + [layer.name for layer in self.layers]
         return {
@@ -142,7 +144,11 @@ class Filter(Stage):
         }
 
     def _query_texts(self, query_ids: Collection[str]) -> list[str]:
-        """Return the texts of the ranked queries. Raises SkilltrainError if one is missing."""
+        """Return the texts of the ranked queries, in the order of `query_ids`.
+
+        Raises:
+            SkilltrainError: A ranked query is not in the QUERIES table.
+        """
         texts = {query.query_id: query.text for query in read_queries(self.queries)}
         missing = [query_id for query_id in query_ids if query_id not in texts]
         if missing:
@@ -182,7 +188,7 @@ def find_judged_positives(
             if verdict in POSITIVE:
                 reason = f"judged {verdict} for this query"
                 dropped_by_row[row] = Dropped(
-                    query_id, skill_id, "judged", reason, source=sources[row]
+                    query_id, skill_id, filter="judged", reason=reason, source=sources[row]
                 )
     return dropped_by_row
 
@@ -274,11 +280,14 @@ def find_false_negatives(
             dropped_by_row[row] = Dropped(
                 query_ids[int(pair["query"])],
                 pool.skills[pair["skill"]].skill_id,
-                layer.name,
-                layer.reason.format(value=value, layer=layer),
-                value,
-                pool.sources[row],
-                pool.skills[pair["gold"]].skill_id if layer.needs_gold else None,
+                filter=layer.name,
+                reason=layer.reason.format(value=value, layer=layer),
+                value=value,
+                source=pool.sources[row],
+                # The gold skill that the candidate resembles.
+                other_id=pool.skills[pair["gold"]].skill_id if layer.needs_gold else None,
             )
+
+        # Later layers do not see the candidates that this layer dropped.
         remaining = remaining[~np.isin(remaining["row"], rows)]
     return dropped_by_row

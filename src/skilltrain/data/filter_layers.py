@@ -78,8 +78,9 @@ class FilterPool:
     def chunks(self) -> ChunkVectors:
         """Unit vectors of the skills' chunks. Skills outside `used_skills` have none."""
         chunks = self._encoder.encode_chunks([self.skills[i] for i in self.used_skills])
-        # `starts` has an entry for each skill of the pool.
-        num_chunks = np.zeros(len(self.skills), dtype=np.int64)
+        # `chunks.starts` counts only the used skills. Layers look up a skill by its position in the
+        # pool, so make an entry for each skill of the pool. Unused skills have 0 chunks.
+        num_chunks = np.zeros(len(self.skills), dtype=np.int64)  # [skill]
         num_chunks[self.used_skills] = np.diff(chunks.starts)
         return replace(chunks, starts=starts_of(num_chunks))
 
@@ -95,6 +96,7 @@ class FilterPool:
             SkilltrainError: A used skill is in no cluster.
         """
         assert self.clusters_path is not None, "checked by Filter"
+        # `read_clusters` raises an error if a used skill is in no cluster.
         used_ids = [self.skills[i].skill_id for i in self.used_skills]
         cluster_of = read_clusters(self.clusters_path, used_ids)
         clusters = [cluster_of.get(skill.skill_id, -1) for skill in self.skills]
@@ -178,7 +180,8 @@ class JaccardLayer(FilterLayer):
         candidates = pairs["skill"]  # [pair]
         golds = pairs["gold"]  # [pair]
 
-        # Compare only pairs of similar size: the index is at most the ratio of the sizes.
+        # Compare only pairs whose sets have similar sizes. The Jaccard index is at most the size of
+        # the smaller set, divided by that of the larger set.
         candidate_sizes = trigrams.sizes[candidates]  # [pair], numbers of trigrams
         gold_sizes = trigrams.sizes[golds]  # [pair]
         smaller = np.minimum(candidate_sizes, gold_sizes)
@@ -213,13 +216,14 @@ class CosineLayer(FilterLayer):
             The cosine of each pair above the threshold; NaN for all other pairs.
         """
         vectors = pool.chunks.vectors  # [chunk, dim]
-        first_chunks = pool.chunks.starts  # of each skill
-        cosines = np.empty(len(pairs))
+        first_chunks = pool.chunks.starts  # [skill], position of its first chunk in `vectors`
+        cosines = np.empty(len(pairs))  # [pair]
         for begin in range(0, len(pairs), _PAIRS_AT_ONCE):
             block = pairs[begin : begin + _PAIRS_AT_ONCE]
             candidates = vectors[first_chunks[block["skill"]]]  # [pair, dim]
             golds = vectors[first_chunks[block["gold"]]]  # [pair, dim]
-            # No matrix product: its last bits depend on what else is multiplied.
+            # Multiply pair by pair. The last bits of a matrix product would depend on the other
+            # pairs of the block.
             products = np.einsum("pd,pd->p", candidates, golds, optimize=False)  # [pair]
             cosines[begin : begin + len(block)] = products
         return np.where(cosines > self.above, cosines, np.nan)
@@ -304,7 +308,8 @@ class CeilingLayer(FilterLayer):
         margins = np.maximum(self.absolute_margin or 0.0, relative_margins)
         is_too_high = scores > lowest - margins
 
-        # A candidate has one pair per gold skill. Report only that of the lowest-scored one.
+        # A candidate has one pair for each gold skill. Report only the pair with the lowest-scored
+        # gold skill.
         is_reported = is_too_high & (gold_scores == lowest)
         return np.where(is_reported, scores, np.nan)
 
@@ -326,6 +331,7 @@ class RankWindowLayer(FilterLayer):
     @field_validator("ranks")
     @classmethod
     def _check_ranks(cls, ranks: RankWindows) -> RankWindows:
+        """Check that each window of ranks holds at least one rank."""
         for source, (first, last) in ranks.items():
             if first < 1 or (last is not None and last < first):
                 raise ValueError(
@@ -357,7 +363,7 @@ class RankWindowLayer(FilterLayer):
         ranks = pairs["rank"]  # [pair]
         is_outside = np.zeros(len(pairs), dtype=bool)
         for source, (first, last) in self.ranks.items():
-            is_beyond = ranks < first
+            is_beyond = ranks < first  # [pair]
             if last is not None:
                 is_beyond |= ranks > last
             is_outside |= is_beyond & (sources == source)

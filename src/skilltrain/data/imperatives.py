@@ -59,16 +59,25 @@ def _compile(regex: str) -> re.Pattern[str]:
 
 
 def _expand(regex: str) -> str:
-    """Return a pattern on one line, with each `<NAME>` replaced by the words of this name."""
+    """Return a pattern on one line, with each `<NAME>` replaced by the words of this name.
+
+    Example: "<WEAK_VERB>s" becomes a pattern of all verbs in the list WEAK_VERB, and an "s".
+    """
     one_line_regex = "".join(regex.splitlines())
     return re.sub("<([A-Z_]+)>", lambda match: _fragment(match[1]), one_line_regex)
 
 
 @cache
 def _fragment(name: str) -> str:
-    """Return a fragment of patterns, or a pattern that matches all forms of a list of verbs."""
+    """Return a fragment of patterns, or a pattern that matches all forms of a list of verbs.
+
+    Args:
+        name: Name of a fragment or of a list of words in requests.yaml.
+    """
+    # NAME is a sign that stands for the name of the skill.
     if name == "NAME":
         return _NAME
+    # A fragment may contain names of other fragments and lists.
     if name in _rules()["fragments"]:
         return f"(?:{_expand(_rules()['fragments'][name])})"
     verbs = [_forms_pattern(verb) for verb in _rules()["words"][name].split()]
@@ -78,7 +87,8 @@ def _fragment(name: str) -> str:
 def _forms_pattern(verb: str) -> str:
     """Return a pattern of the base form, the third person and the -ing form of an English verb.
 
-    Before "ing", the last letter may be doubled ("running").
+    Before "ing", the last letter may be doubled ("running"). For example, "make" becomes
+    "mak(?:es?|ing)", which matches "make", "makes" and "making".
     """
     if verb.endswith("e"):
         return f"{verb[:-1]}(?:es?|ing)"
@@ -95,6 +105,8 @@ def _verbs() -> frozenset[str]:
 
 def _base_form(form: str) -> str:
     """Return the base form of an English verb: "make" for "make", "makes" and "making"."""
+    # Try all ways to remove an ending, and return the first result that is a verb. "making" may
+    # come from "mak" or "make", and "running" from "runn", "runne" or "run".
     stem = form.removesuffix("ing")
     candidates = [form, form.removesuffix("s"), form.removesuffix("es")]
     candidates += [form.removesuffix("ies") + "y", stem, stem + "e", stem[:-1]]
@@ -151,20 +163,37 @@ def clauses_of(text: str) -> list[str]:
 def says_task(clause: str, name: str) -> bool:
     """Return whether a clause of a skill starts with a verb and its object, after a lead.
 
-    Orders to the agent and requirements do not count ("Always search tools first").
+    A lead is a start such as "Use when you want to". Orders to the agent and requirements do not
+    count ("Always search tools first").
+
+    Args:
+        clause: The clause.
+        name: Name of the skill.
     """
     if pattern("order").search(clause):
         return False
+    # `head` matches an English verb and the start of its object, `chinese_head` a Chinese verb.
     text = _without_lead(clause, name)
     return any(pattern(head).match(text) for head in ("head", "chinese_head"))
 
 
 def _request_of(clause: str, name: str, expects_gerund: bool) -> str:
-    """Turn a clause into a request that does not name its skill. Empty: it makes none."""
+    """Turn a clause into a request that does not name its skill.
+
+    Args:
+        clause: A clause from the text of a skill.
+        name: Name of the skill.
+        expects_gerund: Whether a verb that is not in base form must have the -ing form.
+
+    Returns:
+        The request; an empty text if the clause makes none.
+    """
     text = _as_imperative(_without_lead(clause, name), expects_gerund)
     for regex, replacement in _replacements("changes"):
         text = regex.sub(replacement, text)
 
+    # A text whose words mostly begin with a capital is a title, such as "Build System". An empty
+    # text counts as a title too, so no request is made of it.
     words = text.split()
     num_capitals = sum(word[0].isupper() for word in words)
     is_title = num_capitals >= 0.75 * len(words)
@@ -178,13 +207,19 @@ def _without_lead(clause: str, name: str) -> str:
     """Return a clause on one line, without markup, its lead, and the name of its skill.
 
     The name is removed with its preposition ("in Slack") and as a subject ("Slack sends messages").
-    Elsewhere a mark replaces it.
+    Elsewhere the sign `_NAME` replaces it. Example: "Use this skill to merge PDF files." becomes
+    "merge PDF files".
+
+    Args:
+        clause: The clause.
+        name: Name of the skill.
     """
     text = one_line(clause)
     for regex, replacement in _replacements("markup"):
         text = regex.sub(replacement, text)
     if names_skill(text, name):
         text = pattern("name_phrase").sub("", without_name(text, name, _NAME))
+    # Leads are starts of clauses that are no part of the request, in the order of their removal.
     for lead in _patterns("leads"):
         text = lead.sub("", text)
     return text

@@ -100,6 +100,7 @@ class Lists(Stage):
             )
         if self.quotas is not None and not sum(self.quotas.values()):
             raise ValueError("all 'quotas' are 0")
+        # `best_of` names sources whose best candidates are taken instead of a random sample.
         unknown = set(self.best_of).difference(self.quotas or {})
         if unknown:
             raise ValueError(f"best_of: '{min(unknown)}' is no source of 'quotas'")
@@ -119,17 +120,18 @@ class Lists(Stage):
         """
         queries = {query.query_id: query for query in select_queries(self.queries, self.split)}
         judgements = read_table(self.queries, JUDGEMENTS)
+        # Ids of the pool's skills.
         pool = set(read_table(self.pool, SKILLS).column("skill_id").to_pylist())
         rankings = read_table(self.rankings, RANKINGS)
         _check_sources(rankings, self)
         check_ranked(rankings, pool, self.pool)
 
-        # Build the lists.
+        # Build the lists. A flagged skill (a warning of the safety screening) is no positive.
         flags = flags_to_leave_out(self.pool) if self.flagged == "leave_out" else {}
         verdicts = verdicts_by_query(judgements)
-        rows = rows_by_query(rankings)
+        rows = rows_by_query(rankings)  # row numbers in `rankings`, by query id
         skill_ids = texts_of(rankings.column("skill_id"))
-        sources = texts_of(rankings.column("stage"))
+        sources = texts_of(rankings.column("stage"))  # the source of each candidate
         ranks = rankings.column("rank").to_pylist()
 
         dropped: list[Dropped] = []
@@ -137,7 +139,7 @@ class Lists(Stage):
         for query_id in track(queries, "building lists", len(queries)):
             judged = _judged_in_pool(query_id, verdicts.get(query_id, {}), pool, flags, dropped)
             if judged is None:
-                continue
+                continue  # no required skill can be a positive
             candidates = [
                 Candidate(skill_ids[row], sources[row], ranks[row])
                 for row in rows.get(query_id, ())
@@ -202,6 +204,7 @@ def _check_sources(rankings: pa.Table, config: Lists) -> None:
     sources = sorted(rankings.column("stage").unique().to_pylist())
     present = f"the rankings hold: {', '.join(sources) or 'nothing'}"
 
+    # A fixed size takes the top of one ranking. Ranks of several sources cannot be compared.
     if config.list_size is not None and len(sources) > 1:
         problem = f"'list_size' takes the top of one ranking; {present}"
         raise SkilltrainError(
@@ -236,8 +239,8 @@ def _judged_in_pool(
     Returns:
         None if no required skill can be a positive: the query is left out.
     """
-    positives: list[str] = []
-    negatives: list[str] = []
+    positives: list[str] = []  # ids of skills with the verdict `required` or `useful`
+    negatives: list[str] = []  # ids of skills with the verdict `irrelevant` or `rejected`
     for skill_id, verdict in sorted(verdicts.items()):
         if skill_id not in pool:
             reason = f"judged {verdict}, not in the pool"
@@ -251,6 +254,7 @@ def _judged_in_pool(
         else:
             positives.append(skill_id)
 
+    # A list needs a required skill. Useful skills alone do not answer the query.
     if any(verdicts[skill_id] is Verdict.REQUIRED for skill_id in positives):
         return JudgedSkills(query_id, verdicts, tuple(positives), tuple(negatives))
     reason = "no required skill of this query can be a positive"
@@ -395,12 +399,19 @@ def _fill_list(
 
 
 def _judged_negatives(judged: JudgedSkills, seed: int) -> list[Candidate]:
-    """Return the judged negatives: rejected skills, then irrelevant ones, both in random order."""
+    """Return the judged negatives: rejected skills, then irrelevant ones, both in random order.
+
+    Args:
+        judged: The judged skills of a query.
+        seed: Seed of the random order.
+    """
 
     def sort_key(skill_id: str) -> tuple[bool, int]:
+        # False sorts before True, so rejected skills come first. The number is pseudo-random.
         is_irrelevant = judged.verdicts[skill_id] is not Verdict.REJECTED
         return is_irrelevant, stable_number(seed, JUDGED, judged.query_id, skill_id)
 
+    # The rank keeps this order in functions that sort candidates by rank.
     skill_ids = sorted(judged.negatives, key=sort_key)
     return [Candidate(skill_id, JUDGED, rank) for rank, skill_id in enumerate(skill_ids, 1)]
 
@@ -425,7 +436,8 @@ def sample_negatives(
         At most `sum(quotas.values())` candidates with distinct skills. If a source has too few
         candidates, the remaining slots are filled from the other sources, in the order of `quotas`.
     """
-    # Order the candidates of each source: at random, or by rank.
+    # Order the candidates of each source: at random, or by rank. They are sorted before they are
+    # shuffled, so that the result does not depend on the order of `candidates`.
     by_source: dict[str, list[Candidate]] = {}
     for source in quotas:
         matching = [candidate for candidate in candidates if candidate.source == source]
@@ -451,7 +463,13 @@ def sample_negatives(
 def _add_unselected(
     candidates: Sequence[Candidate], selected: dict[str, Candidate], limit: int
 ) -> None:
-    """Add to `selected` the first `limit` candidates of skills that are not selected yet."""
+    """Add to `selected` the first `limit` candidates of skills that are not selected yet.
+
+    Args:
+        candidates: The candidates, the preferred ones first.
+        selected: Selected candidates by skill id. New ones are added.
+        limit: Number of candidates to add at most.
+    """
     for candidate in candidates:
         if limit > 0 and candidate.skill_id not in selected:
             selected[candidate.skill_id] = candidate

@@ -64,19 +64,28 @@ def questions_of(
     answer_tokens: int,
     description: str,
 ) -> Questions[ItemT, ValueT]:
-    """Return the questions of a stage. Each item and attempt has its own seed.
+    """Return the questions that a stage asks a chat model, one for each item.
+
+    Each item and attempt has its own seed, so that a second attempt can give another answer.
 
     Args:
+        llm: Settings of the chat model.
+        items: The items to ask about, such as pairs of a query and a skill.
         prompt: Returns the system and the user message for an item.
-        read: Returns the value in an answer, or raises AnswerError.
-        answer_tokens: Expected tokens of an answer.
+        read: Parses an answer to an item and returns its value. Raises AnswerError for an answer
+            that cannot be used; then the item is asked again.
+        seed: Seed of the stage.
+        answer_tokens: Expected tokens of an answer, for the estimate of the cost.
         description: Label of the progress bar.
     """
 
     def seed_of(item: ItemT, attempt: int) -> int:
+        # A hash gives the same seed again when the stage is resumed.
         number = stable_number(seed, item.query_id, item.skill_id, attempt)
+        # Servers accept seeds below 2**31. So keep the upper 31 bits of the 64-bit number.
         return number >> _UNUSED_BITS
 
+    # An item without a usable answer after ATTEMPTS answers is dropped.
     return Questions(LLM(llm), items, prompt, seed_of, read, ATTEMPTS, answer_tokens, description)
 
 
@@ -87,7 +96,10 @@ def ask(questions: Questions[ItemT, ValueT]) -> Outcome[ItemT, ValueT]:
 
 
 def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
-    """Return the skills of a pool without safety flags, and rows of DROPPED for flagged ones."""
+    """Return the skills of a pool without safety flags, and rows of DROPPED for flagged skills.
+
+    The safety screening of the stage `pool` flags skills that may hold malware or injections.
+    """
     skills = read_skills(pool)
     flags = flags_to_leave_out(pool)
     unflagged: list[Skill] = []
@@ -95,6 +107,7 @@ def unflagged_skills(pool: Path) -> tuple[list[Skill], list[Dropped]]:
     for skill in skills:
         if skill.skill_id in flags:
             reason = "the safety screening flagged the skill"
+            # The query id is empty, because the reason concerns only the skill.
             dropped.append(Dropped("", skill.skill_id, "flagged", reason))
         else:
             unflagged.append(skill)

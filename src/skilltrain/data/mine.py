@@ -84,6 +84,7 @@ class Mine(Stage):
 
         Installed sources come first, in a fixed order, then those given by an import path.
         """
+        # These two sources draw skills at random. All others give at most `depth` candidates.
         limits = {"taxonomy": self.num_taxonomy, "random": self.num_random}
         names = [name for name in plugin_paths("source") if name in self.sources]
         names += self.sources  # a dict keeps the first place of a repeated name
@@ -102,9 +103,9 @@ class Mine(Stage):
             raise SkilltrainError("empty-pool", "the pool holds no skill to mine", where=self.pool)
         positions = {skill.skill_id: position for position, skill in enumerate(skills)}
 
-        # Select the queries with a positive in the pool.
+        # Select the queries with a positive (a skill judged to fit) in the pool.
         queries: list[Query] = []
-        positives: list[Positions] = []
+        positives: list[Positions] = []  # positions in `skills` of each query's positives
         dropped: list[Dropped] = []
         for query, verdicts in select_judged(self.queries, self.split):
             positive_ids = positives_of(verdicts)
@@ -192,7 +193,7 @@ def mine_candidates(
 
     # Let each source find its candidates.
     limits = config.limits()
-    sources = {name: load_plugin("source", name)() for name in limits}
+    sources = {name: load_plugin("source", name)() for name in limits}  # each class has `find`
     candidates: list[dict[str, Ranked]] = []
     for row in track(range(len(queries)), "mining candidates", len(queries)):
         candidates.append(
@@ -213,6 +214,7 @@ def _as_rankings(
         queries: The queries, in the order of `candidates`.
         skills: The pool that the positions refer to.
     """
+    # A candidate is a row. Its rank is counted from 1 within the query and the source.
     columns: dict[str, list[Any]] = {name: [] for name in RANKINGS.schema.names}
     for query, ranked_by_source in zip(queries, candidates, strict=True):
         for source, (positions, scores) in ranked_by_source.items():
@@ -221,5 +223,5 @@ def _as_rankings(
             columns["skill_id"] += [skills[position].skill_id for position in positions.tolist()]
             columns["rank"] += range(1, count + 1)
             columns["score"] += scores.tolist()
-            columns["stage"] += [source] * count
+            columns["stage"] += [source] * count  # this column names the source
     return pa.table(columns, schema=RANKINGS.schema)

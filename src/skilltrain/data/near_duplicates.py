@@ -68,7 +68,7 @@ def word_trigrams(text: str) -> Trigrams:
     word_hashes = np.fromiter(map(_word_hash, words), dtype=np.uint64, count=len(words))
     width = min(3, len(words))
     if not width:
-        return word_hashes
+        return word_hashes  # an empty array, because the text has no words
 
     # Hash all trigrams at once, and add one word of each trigram per iteration.
     num_trigrams = len(words) - width + 1
@@ -124,7 +124,10 @@ def _find_repeated(values: np.ndarray, times: int) -> tuple[Positions, Positions
 
 
 def jaccard(first: Trigrams, second: Trigrams) -> float:
-    """Return the Jaccard index of two sets, 0 if one is empty."""
+    """Return the Jaccard index of two sets, 0 if one is empty.
+
+    The index is the number of shared trigrams, divided by the number of trigrams in either set.
+    """
     both = np.sort(np.concatenate([first, second]))  # a shared trigram is there twice
     num_shared = int(np.count_nonzero(both[1:] == both[:-1]))
     return num_shared / (len(both) - num_shared) if num_shared else 0.0
@@ -150,10 +153,10 @@ class TrigramSets:
     def of(cls, bodies: Sequence[str], workers: WorkersConfig) -> "TrigramSets":
         """Return the trigram sets of `bodies`, computed by `workers`."""
         blocks = [bodies[start : start + _BLOCK] for start in range(0, len(bodies), _BLOCK)]
-        sets = [np.empty(0, dtype=np.uint64)]  # makes the starts begin with 0
+        sets = [np.empty(0, dtype=np.uint64)]  # an empty set, which makes the starts begin with 0
         for block_sets in map_blocks(_read_block, blocks, workers, "reading bodies"):
             sets += block_sets
-        starts = np.cumsum([len(trigrams) for trigrams in sets])
+        starts = np.cumsum([len(trigrams) for trigrams in sets])  # [set and end]
         return cls(np.concatenate(sets), starts)
 
     def __len__(self) -> int:
@@ -212,7 +215,14 @@ def _read_block(bodies: Sequence[str]) -> list[Trigrams]:
 def trigram_sets(
     skills: Sequence[Skill], max_names: int | None, workers: WorkersConfig
 ) -> TrigramSets:
-    """Return the sets of the skills' bodies, without templates if `max_names` is set."""
+    """Return the trigram sets of the skills' bodies.
+
+    Args:
+        skills: The pool.
+        max_names: A trigram under more skill names than this belongs to a template and is left
+            out. None: no trigram is left out.
+        workers: Processes that compute the sets.
+    """
     sets = TrigramSets.of([skill.body for skill in skills], workers)
     if max_names is None:
         return sets
@@ -243,17 +253,18 @@ class Clusters(Stage):
         cluster to the cluster's size, for the five largest clusters.
         """
         skills = read_skills(self.pool)
-        # Number of the cluster by skill id, in order of skill id
+        # The number of the cluster by skill id, in order of skill id.
         clusters = near_duplicate_clusters(skills, self.threshold, self.max_names, self.workers)
         rows = [
             {"skill_id": skill_id, "cluster": cluster} for skill_id, cluster in clusters.items()
         ]
         write_table(rows, CLUSTERS, out)
 
+        # Find the lowest skill id of each cluster. The first id that is met is the lowest.
         lowest_ids: dict[int, str] = {}  # by cluster
         for skill_id, cluster in clusters.items():
             lowest_ids.setdefault(cluster, skill_id)
-        sizes = Counter(clusters.values())
+        sizes = Counter(clusters.values())  # number of skills by cluster
         shared_sizes = [size for size in sizes.values() if size > 1]
         return {
             "num_skills": len(skills),
@@ -267,6 +278,10 @@ class Clusters(Stage):
 
 def read_clusters(path: Path, skill_ids: Iterable[str]) -> dict[str, int]:
     """Read a CLUSTERS table. Returns the number of the cluster by skill id, for all its skills.
+
+    Args:
+        path: File or folder of the table.
+        skill_ids: Ids of skills that must be in the table.
 
     Raises:
         SkilltrainError: One of `skill_ids` is in no cluster.
@@ -315,11 +330,12 @@ def copies_of(
         ids_by_name[name_key(skill.name)].append(skill_id)
 
     # Find the copies of each skill.
-    trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))
+    trigrams_of = cache(lambda skill_id: word_trigrams(skills[skill_id].body))  # each only once
     copies_by_id: dict[str, list[str]] = {}
     for skill_id in known_ids:
         copies = set(ids_by_cluster[cluster_of[skill_id]])
         name = name_key(skills[skill_id].name)
+        # Skills without a name are no namesakes of each other.
         namesakes = ids_by_name[name] if name else []
         for other_id in namesakes:
             overlap = jaccard(trigrams_of(skill_id), trigrams_of(other_id))
@@ -342,6 +358,13 @@ def near_duplicate_clusters(
     Two skills are near-duplicates if the Jaccard index of their body trigrams is at least
     `threshold`. Near-duplicates are in one cluster, and so are skills that a chain of
     near-duplicates links.
+
+    Args:
+        skills: The pool.
+        threshold: Jaccard index from which two skills are near-duplicates.
+        max_names: A trigram under more skill names than this belongs to a template and does not
+            count. None: all trigrams count.
+        workers: Processes that compute.
 
     Returns:
         Number of the cluster by skill id, in order of skill id. Clusters are numbered from 0 in the
@@ -369,18 +392,24 @@ def link_near_duplicates(sets: TrigramSets, threshold: float, workers: WorkersCo
     threshold, the pair is proposed with a probability of at least 99%. Above it, the probability is
     higher. The exact Jaccard index then decides whether the pair is linked. A pair whose sets are
     already in one cluster is not compared.
+
+    Args:
+        sets: Trigram set of each skill.
+        threshold: Jaccard index from which two sets are linked.
+        workers: Processes that compute the sketches.
     """
     from datasketch import MinHashLSH
     from scipy.cluster.hierarchy import DisjointSet
 
-    # Sketch the sets.
+    # Sketch the sets. A sketch has one hash for each row of each band.
     bands, rows = bands_and_rows(threshold)
     all_sets = [sets[position] for position in range(len(sets))]
     blocks = [all_sets[start : start + _BLOCK] for start in range(0, len(sets), _BLOCK)]
     sketch_block = partial(_sketch_block, bands * rows)
     sketches = chain.from_iterable(map_blocks(sketch_block, blocks, workers, "sketching"))
 
-    # Compare each set with the earlier sets that LSH proposes.
+    # Compare each set with the earlier sets that LSH (locality-sensitive hashing) proposes. LSH
+    # proposes two sets if all rows of at least one band are equal.
     lsh = MinHashLSH(num_perm=bands * rows, params=(bands, rows))
     linked = DisjointSet(range(len(sets)))
     for position, sketch in enumerate(track(sketches, "comparing", len(sets))):
@@ -408,12 +437,19 @@ def bands_and_rows(threshold: float) -> tuple[int, int]:
     al., Mining of Massive Datasets, section 3.4.2). Bands with more rows propose fewer pairs, but
     more bands are needed then. This is the layout with the most rows that proposes 99% of the pairs
     at the threshold and has at most `MAX_PERMUTATIONS` rows in all.
+
+    Returns:
+        Number of bands, and number of rows in a band.
     """
+    # There are at least two bands, so a band has at most half of the rows.
     for rows in range(MAX_PERMUTATIONS // 2, 1, -1):
+        # A band misses a pair at the threshold with probability 1 - threshold^rows. Take the
+        # smallest number of bands that together miss at most 1 - MIN_RECALL of these pairs.
         log_missed_by_band = np.log1p(-(threshold**rows)) if threshold < 1 else -np.inf
         bands = max(2, int(np.ceil(np.log(1 - MIN_RECALL) / log_missed_by_band)))
         if bands * rows <= MAX_PERMUTATIONS:
             return bands, rows
+    # No layout with several rows finds enough pairs. Bands of one row propose the most pairs.
     return MAX_PERMUTATIONS, 1
 
 

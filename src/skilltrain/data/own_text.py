@@ -47,6 +47,14 @@ _LOOSE_SIGNS = re.compile(r"^\W*(?:(?:and|or|then)\s+)?(?=\w)|(?<=,)\s*,")
 def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     """Make queries from passages of a skill, and remove these passages from the skill.
 
+    A passage is a part of the text that makes a request. Training needs a skill that does not hold
+    its own query.
+
+    Args:
+        skill: The skill.
+        count: Number of queries to make at most.
+        seed: Seed of the random choice of passages.
+
     Returns:
         At most `count` queries, and the skill without their passages.
     """
@@ -61,6 +69,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
         if _says_purpose(remaining_description, skill):
             chosen.setdefault(passage.request.casefold(), passage)
             description = remaining_description
+    # Remove the chosen passages from the body too, with clauses that repeat their requests.
     if chosen:
         body = skill.body
         for passage in chosen.values():
@@ -79,7 +88,11 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
 
 
 def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
-    """Return the passages of a skill in random order. The kinds of passages take turns."""
+    """Return the passages of a skill in random order. The kinds of passages take turns.
+
+    A kind says where a passage stands, such as "quote" or "description". With turns, a kind with
+    many passages does not crowd out the others.
+    """
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
     kinds: list[Kind] = ["quote", "use", "description", "feature"]
     rng.shuffle(kinds)
@@ -89,6 +102,7 @@ def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
+    # Each turn takes one passage of each kind, or None if a kind has no more passages.
     shuffled: list[Passage] = []
     for turn in zip_longest(*passages_by_kind.values()):
         shuffled += [passage for passage in turn if passage is not None]
@@ -118,14 +132,17 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
         heading_match = _HEADING.match(line.strip())
         if heading_match:
+            # Group 1: the mark, such as "##". Group 2: its text. Group 3: a line in bold.
             heading = heading_match[2] or heading_match[3]
             list_intro = ""
             is_title = heading_match[1] == "#"
             awaits_overview = is_title or pattern("overview").search(heading) is not None
             continue
+        # A line such as "You can use it to:" introduces a list.
         if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
 
+        # The heading and the introduction tell what the line is about.
         context = f"{heading} {list_intro}"
         kind: Kind = "feature"
         passages: list[Passage] = []
@@ -137,6 +154,7 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
         if line.strip():
             awaits_overview = False
 
+        # Skip a line that says what the skill does not do.
         if pattern("negated").search(f"{context} {line}"):
             continue
         if kind == "use":
@@ -152,7 +170,14 @@ def _is_clear(request: str, kind: Kind, skill: Skill) -> bool:
 
     It must share words, besides the verb, with the name or the description: one word in a "when to
     use" section or in a longer request, and otherwise two words.
+
+    Args:
+        request: The request.
+        kind: Kind of the passage that it was made from.
+        skill: The skill with this passage.
     """
+    # Leave out the first word, which is the verb, and short words such as "the". Short words in
+    # other scripts count, because a Chinese word has few characters.
     long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
     num_shared = len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
     is_vague = kind != "use" and num_words(request) < _MIN_CLEAR_WORDS
@@ -163,8 +188,10 @@ def _quotations(text: str, name: str) -> Iterator[Passage]:
     """Yield the quotations in a text that are requests of a user and do not name the skill."""
     for quotation in _QUOTED.findall(text):
         request = one_line(quotation).rstrip(" ,;:，；：")
+        # A quotation is a request if it is a question or a sentence of a user, or names a task.
         is_spoken = pattern("spoken").match(request) is not None
         is_request = is_spoken or any(passages_of(request, name, is_about_use=True))
+        # "deploy X to [server]" has gaps for words, so it is not complete.
         is_complete = num_words(request) >= MIN_WORDS and not pattern("gap").search(request)
         if is_request and is_complete and not names_skill(request, name):
             yield Passage(quotation, request)
@@ -173,7 +200,11 @@ def _quotations(text: str, name: str) -> Iterator[Passage]:
 def _says_purpose(description: str, skill: Skill) -> bool:
     """Return whether a description, without a passage, says what the skill is for.
 
-    This is so if the first sentence is left, or another one that says a task.
+    This is so if the first sentence is left, or another clause that says a task.
+
+    Args:
+        description: The description after a passage was removed.
+        skill: The skill with its whole description.
     """
     if description.startswith(sentences_of(skill.description)[0]):
         return True
@@ -184,13 +215,23 @@ def _says_purpose(description: str, skill: Skill) -> bool:
 
 
 def _is_description(paragraph: str) -> bool:
-    """Return whether the first paragraph of a body can be the description of the skill."""
+    """Return whether the first paragraph of a body can be the description of the skill.
+
+    It must have enough words, end like a sentence, and not be an order to the agent ("Always
+    search tools first").
+    """
     is_prose = num_words(paragraph) >= _MIN_PARAGRAPH_WORDS and paragraph[-1] in ".!。！"
     return is_prose and not pattern("order").search(paragraph)
 
 
 def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
-    """Remove a passage, and clauses that repeat its request, from a description."""
+    """Remove a passage, and clauses that repeat its request, from a description.
+
+    Args:
+        description: Description of the skill, perhaps without earlier passages.
+        passage: The passage. It need not be in the description.
+        skill: The skill with its whole description.
+    """
     # Remove the whole sentence of the passage, if the other sentences say what the skill is for.
     other_sentences = description
     for sentence in sentences_of(description):
@@ -206,7 +247,10 @@ def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
 
 
 def _without_repeats(text: str, request: str) -> str:
-    """Remove the clauses of a text that have nearly the words of a request."""
+    """Remove the clauses of a text that have nearly the words of a request.
+
+    The Jaccard index of their words and the request's words is at least `_MIN_OVERLAP`.
+    """
     request_words = set(words_of(request))
     for clause in clauses_of(text):
         words = set(words_of(clause))

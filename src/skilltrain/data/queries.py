@@ -101,20 +101,28 @@ class Queries(Stage):
     @field_validator("files")
     @classmethod
     def _expand_patterns(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        """Replace each pattern by the files that match it."""
+        """Replace each pattern by the files that match it, so that a run records the files."""
         expanded: list[Path] = []
         for file in files:
             matches: list[Path] = []
             if not file.exists():
+                # `glob` takes no absolute pattern. The anchor is "/", or "" for a relative path.
                 pattern = str(file.relative_to(file.anchor))
                 matches = sorted(Path(file.anchor).glob(pattern))
+            # A pattern without matches stays, and fails when it is read.
             if not matches:
                 matches = [file]
             expanded += matches
         return tuple(expanded)
 
     def run(self, out: Path) -> Summary:
-        """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts."""
+        """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts.
+
+        Raises:
+            SkilltrainError: A row is no query, an id appears twice, a required skill is not in the
+                pool (with `missing_gold: error`), or no query is left. In the last case DROPPED is
+                written beside `out`.
+        """
         reader = _QueryReader(self)
         for path in self.files:
             for where, row in _read_rows(path):
@@ -233,7 +241,11 @@ class _QueryReader:
         self.queries: dict[str, JudgedQuery] = {}
         self.dropped: list[Dropped] = []
         self._config = config
+        # Ids of the pool's skills.
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
+
+        # The table DROPPED of the pool lists its duplicates, each with the skill that is kept.
+        # `config.pool` may name the file of SKILLS. DROPPED is beside that file.
         dropped_file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(dropped_file, DROPPED).to_pylist() if dropped_file.is_file() else []
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
@@ -246,6 +258,9 @@ class _QueryReader:
             values: The row, with values by key.
             path: File of the row.
             where: File and row, for errors and reasons.
+
+        Raises:
+            SkilltrainError: The row is no query, or has the id of an earlier row.
         """
         row = _validate_row(values, where)
         row_id = _optional_line(row.query_id)
@@ -254,8 +269,10 @@ class _QueryReader:
         query = self._make_query(row, row_id, required, path)
         judged = JudgedQuery(query, self._judge(row, query, where), where)
 
+        # A row with the key `group_id` is a group of skills. Its id is read as the query's id.
         if "group_id" in values:
             _check_group(row_id, judged)
+        # Leave out a query that cannot be used. Add all others.
         if not query.text:
             self._drop(query, _NO_SKILL, "empty_query", f"{where} has no query text")
         elif not required:
@@ -266,10 +283,16 @@ class _QueryReader:
     def _add_new(self, judged: JudgedQuery, has_own_id: bool) -> None:
         """Add a query, or drop it if it repeats an earlier query.
 
+        Args:
+            judged: The query with its judgements.
+            has_own_id: Whether its row gives an id. If not, the id was made from the content, so
+                two rows with one id have the same content.
+
         Raises:
             SkilltrainError: The query has its own id, and an earlier query has the same id.
         """
         query, _, where = judged
+        # `setdefault` adds the query, or returns the earlier query with its id.
         earlier = self.queries.setdefault(query.query_id, judged)
         if earlier is judged:
             return
@@ -281,13 +304,13 @@ class _QueryReader:
     def _make_query(
         self, row: QueryRow, row_id: str | None, required: list[str], path: Path
     ) -> Query:
-        """Return the query of a row, with defaults.
+        """Return the query of a row. Id, kind, origin and split have defaults.
 
         Args:
             row: The row.
-            row_id: Id of the query; None: a hash of its content.
+            row_id: Its query id. If it is None, the id is a hash of the text and required skills.
             required: Ids of the required skills, in order.
-            path: File of the row.
+            path: File of the row. The start of its name is the default of the split.
         """
         text = clean_text(row.text or "").strip()
         stem = path.name.split(".")[0]
@@ -295,6 +318,7 @@ class _QueryReader:
         if split not in get_args(Split):
             split = self._draw_split(path, required)
 
+        # A hash of the content stays the same when rows are added or moved.
         content = "\x00".join([text, *required])
         digest = hashlib.sha256(content.encode()).hexdigest()[:12]
         query_id = row_id or f"{clean_text(stem)}-{digest}"
@@ -303,7 +327,15 @@ class _QueryReader:
         return Query(query_id, text, row.kind or default_kind, origin, split)
 
     def _draw_split(self, path: Path, required: list[str]) -> Split:
-        """Draw the split of a query that has none. Queries for one skill get the same split."""
+        """Draw the split of a query that has none. Queries for one skill get the same split.
+
+        Args:
+            path: File of the query, for the error.
+            required: Ids of the required skills. The first one is the key of the draw.
+
+        Raises:
+            SkilltrainError: The settings give no share of dev.
+        """
         dev_share = self._config.dev_share
         if dev_share is None:
             problem = "neither its rows nor its file name give a split"
@@ -314,11 +346,18 @@ class _QueryReader:
     def _judge(self, row: QueryRow, query: Query, where: str) -> dict[str, Judgement]:
         """Return the judgements in a row by skill id.
 
-        If a row judges a skill twice, the first judgement is kept.
+        If a row judges a skill twice, the first judgement is kept. A second judgement with another
+        verdict is dropped as a contradiction.
+
+        Args:
+            row: The row.
+            query: The query of the row.
+            where: File and row, for the reason of a dropped judgement.
         """
         judgements: dict[str, Judgement] = {}
         for key, verdict in VERDICT_KEYS.items():
             for entry in getattr(row, key):
+                # A duplicate is not in the pool. Its judgement counts for the skill that is kept.
                 skill_id = self._resolve_duplicate(entry)
                 judgement = Judgement(
                     query.query_id,
@@ -326,7 +365,7 @@ class _QueryReader:
                     verdict,
                     judge=query.origin,
                     reason=entry.reason,
-                    why=entry.why,
+                    why=entry.why,  # explains the reason in words
                     group=entry.group,
                 )
                 first = judgements.setdefault(skill_id, judgement)
@@ -336,13 +375,20 @@ class _QueryReader:
         return judgements
 
     def _resolve_duplicate(self, entry: Entry) -> str:
-        """Return the id of the judged skill, or of the one that the pool keeps for a duplicate."""
+        """Return the id of the judged skill, or of the skill that the pool keeps for a duplicate.
+
+        An unknown id is returned as it is.
+        """
         if entry.skill_id in self._pool:
             return entry.skill_id
         return self._kept_ids.get(entry.skill_id) or entry.skill_id
 
     def consistent_judgements(self) -> list[Judgement]:
-        """Return the usable judgements of all queries, and record the others as dropped."""
+        """Return the usable judgements of all queries, and record the others as dropped.
+
+        A judgement is dropped in two cases: its skill is not in the pool, or it is negative and
+        another query with the same text has the skill as a positive.
+        """
         first_positives = self._first_positives()
         consistent: list[Judgement] = []
         for query, judgements, where in self.queries.values():
@@ -376,7 +422,13 @@ class _QueryReader:
 
 
 def _validate_row(values: dict[str, Any], where: str) -> QueryRow:
-    """Return a row of a query file, or raise SkilltrainError if it is no query."""
+    """Return a row of a query file, or raise SkilltrainError if it is no query.
+
+    Args:
+        values: The row, with values by key.
+        where: File and row, for the error.
+    """
+    # A row without any key of a verdict, such as `skill_ids`, is something else than a query.
     if VERDICT_KEYS.keys().isdisjoint(values):
         keys = ", ".join(map(str, list(values)[:8]))
         problem = f"is no query: no key skill_ids or required among {keys}"
@@ -397,7 +449,13 @@ def _check_group(group_id: str | None, judged: JudgedQuery) -> None:
 
 
 def _write_unserved(files: Iterable[Path], out: Path) -> int:
-    """Write the queries of trigger evaluations that no skill serves, and return their number."""
+    """Write the queries of trigger evaluations that no skill serves, and return their number.
+
+    Args:
+        files: Files of queries, and folders of skills with trigger evaluations. Only the folders
+            are read.
+        out: Folder to write to.
+    """
     rows: list[dict[str, str]] = []
     for folder in filter(Path.is_dir, files):
         rows += unserved_rows(folder)
@@ -407,14 +465,23 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
 
 
 def check_query_files(files: Iterable[Path]) -> None:
-    """Check that files can be read, and that their rows have the form of queries."""
+    """Check that files can be read, and that their rows have the form of queries.
+
+    Raises:
+        SkilltrainError: A file cannot be read, or a row has another form.
+    """
     for file in files:
         for where, values in _read_rows(file):
             validate(QueryRow, values, where)
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a query file, each with a text that names the file and the row."""
+    """Yield the rows of a query file, each with a text that names the file and the row.
+
+    Raises:
+        SkilltrainError: The file cannot be read.
+    """
+    # A folder of skills holds queries in its files evals/trigger-eval.json.
     if path.is_dir():
         yield from query_rows(path)
         return

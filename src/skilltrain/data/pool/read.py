@@ -76,6 +76,9 @@ def read_pool(source: Any) -> list[Skill]:
             `datasets.Dataset`, rows, or skills. A row is a dict with `name` and `body`, and perhaps
             `skill_id`, `description`, `category`, `lang`, `source` and `license`.
 
+    Raises:
+        SkilltrainError: There is no skill, or a row of a table in memory is no skill.
+
     >>> row = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
     >>> read_pool([row])[0].skill_id
     'pdf-merge'
@@ -86,7 +89,10 @@ def read_pool(source: Any) -> list[Skill]:
         return [*chain.from_iterable(read_by_source(Path(source)).values())]
 
     sources, dropped = read_sources([source])
+    # `copies` are rows of DROPPED for copies of a skill with the same id.
     (skills,), copies = merge_sources(sources, drop_duplicates=False)
+
+    # Say what is left out. A skill whose body is cut (filter CUT) is not left out.
     num_by_filter = counted(row.filter for row in dropped + copies if row.filter != CUT)
     if num_by_filter:
         num_dropped = sum(num_by_filter.values())
@@ -107,15 +113,18 @@ def _is_table(path: Path | str) -> bool:
 def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     """Read the skills of a pool by the folder or file that they come from.
 
-    A pool without fitting numbers of skills for its sources counts as one source.
+    If the pool does not store a fitting number of skills for each source, the pool itself is the
+    only source.
     """
     if not _is_table(pool):
         return {pool.resolve(): read_pool(pool)}
     skills = read_skills(pool)
+    # A file in the folder of the pool stores the number of skills of each source.
     num_skills_by_source = read_local(table_path(pool, SKILLS).parent)
     if sum(num_skills_by_source.values()) != len(skills):
         num_skills_by_source = {str(pool.resolve()): len(skills)}
 
+    # The skills of a source are side by side in the pool.
     remaining = iter(skills)
     skills_by_source = {}
     for source, num_skills in num_skills_by_source.items():
@@ -128,20 +137,22 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
 def find_skill_file(skill: Skill) -> Path | None:
     """Return the SKILL.md of a skill; None if it is missing or not certain.
 
-    The id of the skill is the path of its folder below `skill.root`, perhaps with a number like ~2.
+    The file is in a folder below `skill.root`. The path of this folder is the id of the skill,
+    without a number such as `~2` that `merge_sources` may have added.
     """
     root = skill.root
     if root is None:
         return None
     if root.name.lower() == SKILL_FILE.lower():
-        root = root.parent  # the source is a file
+        root = root.parent  # the source is a single SKILL.md
 
     original_id = _RENAMED.sub("", skill.skill_id)
     folders = {root / skill.skill_id, root / original_id}
     if root.name == original_id:
-        folders.add(root)  # the source is the skill
+        folders.add(root)  # the folder itself may be the skill
     files = [_skill_file_in(folder, root) for folder in folders]
     existing_files = [file for file in files if file is not None]
+    # With two files, it is not certain which file is meant.
     return existing_files[0] if len(existing_files) == 1 else None
 
 
@@ -149,6 +160,7 @@ def _skill_file_in(folder: Path, root: Path) -> Path | None:
     """Return the file SKILL.md, or else skill.md, of a folder; None if it is outside `root`."""
     for name in (SKILL_FILE, SKILL_FILE.lower()):
         file = folder / name
+        # Not Path.is_file, which raises in a folder that may not be entered.
         if os.path.isfile(file) and file.resolve().is_relative_to(root.resolve()):  # noqa: PTH113
             return file
     return None
@@ -156,6 +168,12 @@ def _skill_file_in(folder: Path, root: Path) -> Path | None:
 
 def _skills_of_rows(rows: list[Any]) -> list[Skill]:
     """Convert rows of a table to skills with unique ids. Skills are returned as they are.
+
+    A repeated id of a row is renamed to ID~2, ID~3 and so on. Equal skills with different ids are
+    kept.
+
+    Args:
+        rows: Rows, as values by column, or skills.
 
     Raises:
         SkilltrainError: A row is no skill, or two skills have the same id.
@@ -174,6 +192,10 @@ def _skills_of_rows(rows: list[Any]) -> list[Skill]:
 def _skill_of_row(row: Any, number: int) -> Skill:
     """Convert a row of a table to a skill.
 
+    Args:
+        row: Value by column, such as `name` and `body`.
+        number: Number of the row, for errors.
+
     Raises:
         SkilltrainError: The row is no skill.
     """
@@ -181,6 +203,7 @@ def _skill_of_row(row: Any, number: int) -> Skill:
     if not isinstance(row, Mapping):
         raise wrong_argument(f"skills, {where}", "a dict of columns", row)
     skill = skill_from_row(row, where, source="")
+    # A row of DROPPED instead of a skill says what is wrong.
     if isinstance(skill, Dropped):
         columns = ", ".join(map(str, row))
         fix = f"a skill has a name, and a body or a description; this row has {columns}"
@@ -191,8 +214,12 @@ def _skill_of_row(row: Any, number: int) -> Skill:
 def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list[Dropped]]:
     """Read the skills of each source, and cut long bodies to MAX_BODY_CHARS.
 
+    Args:
+        sources: Files, folders or other sources that `read_source` accepts.
+
     Returns:
-        Skills of each source; a row of DROPPED for each item dropped or cut.
+        Skills of each source. A row of the table DROPPED for everything that is no skill, and for
+        each skill whose body was cut.
 
     Raises:
         SkilltrainError: A source cannot be read, or no skill is left.
@@ -202,7 +229,9 @@ def read_sources(sources: Sequence[Path | str]) -> tuple[list[list[Skill]], list
     for source in sources:
         skills, dropped = _read_and_cut(source)
         skills_by_source.append(skills)
+        # Name the source in each row. `clean_text` makes its name safe to write to a table.
         all_dropped += [replace(row, source=clean_text(str(source))) for row in dropped]
+        # With a single source, the error below says the same.
         if not skills and len(sources) > 1:
             reason = _first_reason(dropped) or "it is empty"
             say(f"warning: the source {source} gives no skill ({reason})")
@@ -217,10 +246,12 @@ def _read_and_cut(source: Path | str) -> tuple[list[Skill], list[Dropped]]:
     """Read one source, and cut long bodies to MAX_BODY_CHARS; see `read_sources`."""
     skills = []
     dropped = []
+    # An item is a skill, or the report of something that is no skill.
     for item in track(read_source(source), "reading skills", None):
         if isinstance(item, Dropped):
             dropped.append(item)
             continue
+        # A cut skill gets a row of DROPPED as a report, but stays in the pool.
         if len(item.body) > MAX_BODY_CHARS:
             dropped.append(_report_cut(item))
         skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
@@ -253,23 +284,27 @@ def merge_sources(
 ) -> tuple[list[list[Skill]], list[Dropped]]:
     """Join the skills of sources: drop duplicates, and make ids unique.
 
+    The first skill with an id keeps it. The others are renamed to ID~2, ID~3 and so on.
+
     Args:
         sources: Skills of each source.
-        drop_duplicates: Whether to drop all copies of a skill, or only copies with its id.
+        drop_duplicates: True: drop a skill if its name, description and body are those of an
+            earlier skill. False: drop it only if its id is the same too.
 
     Returns:
         Skills of each source in order of id; a row of DROPPED for each dropped skill.
     """
-    first_id_by_content = {}
-    identities = set()
+    first_id_by_content = {}  # final id of the first skill, by hash of its texts
+    identities = set()  # (id, content) of the kept skills; the id is empty if it does not count
     taken_ids = {skill.skill_id for skill in chain.from_iterable(sources)}
-    numbers = Counter[str]()
+    numbers = Counter[str]()  # number of skills with an id so far; see `_unique_id`
     merged = []
     dropped = []
     for skills in sources:
         merged.append([])
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
             content = _content_digest(skill)
+            # With `drop_duplicates`, skills with the same content are copies whatever their ids.
             identity = ("" if drop_duplicates else skill.skill_id, content)
             if identity in identities:
                 dropped.append(_report_duplicate(skill, first_id_by_content[content]))
@@ -292,6 +327,7 @@ def _unique_id(skill_id: str, taken_ids: set[str], numbers: Counter[str]) -> str
     numbers[skill_id] += 1
     if numbers[skill_id] == 1:
         return skill_id
+    # The new id must not be the id of another skill.
     while f"{skill_id}~{numbers[skill_id]}" in taken_ids:
         numbers[skill_id] += 1
     new_id = f"{skill_id}~{numbers[skill_id]}"
@@ -307,6 +343,7 @@ def _report_duplicate(skill: Skill, first_id: str) -> Dropped:
 
 def _content_digest(skill: Skill) -> bytes:
     """Hash the texts of a skill to 16 bytes. Case and white space do not count."""
+    # NUL separates the texts, because `clean_text` has removed it from them.
     texts = "\x00".join(map(one_line, (skill.name, skill.description, skill.body)))
     return hashlib.blake2b(texts.casefold().encode(), digest_size=16).digest()
 
@@ -316,6 +353,10 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 
     Args:
         source: A file or folder, or `hf:` with the name or folder of a dataset.
+
+    Raises:
+        SkilltrainError: The source is missing, lacks columns, or is not in the format that its name
+            says.
     """
     if isinstance(source, str) and source.startswith(HF_PREFIX):
         return _read_dataset(source.removeprefix(HF_PREFIX))
@@ -336,14 +377,21 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 
 
 def _read_folder(root: Path) -> SkillsOrDropped:
-    """Read the skills of a folder: its SKILLS table, else its SKILL.md files, else its shards."""
+    """Read the skills of a folder: its SKILLS table, else its SKILL.md files, else its shards.
+
+    Shards are .jsonl, .jsonl.gz and .parquet files. A message names the files that are not read.
+    """
+    # The stage `pool` writes a table and a run file. Its folder holds no further skills.
     table = table_path(root, SKILLS)
     is_pool = table.is_file() and (root / RUN_FILE).is_file()
     if is_pool:
         yield from _read_parquet(table)
         return
 
+    # `unreadable` has a row of DROPPED for each link or folder that cannot be followed. If there is
+    # a table, it does not matter, because only the table is read.
     skill_files, shards, unreadable = _walk(root)
+    # A shard in the folder of a skill is part of that skill.
     skill_folders = {file.parent for file in skill_files} - {root}
     separate_shards = [
         file for file in shards if file != table and skill_folders.isdisjoint(file.parents)
@@ -355,7 +403,7 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         yield from unreadable
         yield from (_read_skill_file(file, root) for file in skill_files)
         _say_what_is_not_read(separate_shards, root)
-    elif shards:
+    elif shards:  # without a SKILL.md, no shard is part of a skill
         yield from unreadable
         yield from chain.from_iterable(map(_read_shard, shards))
     else:
@@ -380,12 +428,12 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
         root: Folder, as an absolute path without links.
 
     Returns:
-        SKILL.md files; shards; rows of DROPPED for links and unreadable folders.
+        SKILL.md files; shards; a row of DROPPED for each refused link and each unreadable folder.
     """
     skill_files = []
     shards = []
     refused = []
-    errors = []
+    errors = []  # an OSError for each folder that cannot be read
     for folder, folder_names, file_names in os.walk(root, onerror=errors.append):
         for path in sorted(Path(folder, name) for name in folder_names + file_names):
             name = path.name.lower()
@@ -394,6 +442,9 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
             is_shard = name.endswith(_SHARDS) and not is_folder
             if not (is_folder or is_skill_file or is_shard):
                 continue
+
+            # Refuse links that lead out. A linked folder inside `root` needs no step here: os.walk
+            # visits the folder at its real place.
             if _leads_out(path, root):
                 link = _relative_path(path, root)
                 reason = f"{link} is a link that leads out of {clean_text(root.name)} or nowhere"
@@ -411,6 +462,7 @@ def _walk(root: Path) -> tuple[list[Path], list[Path], list[Dropped]]:
 
 def _leads_out(path: Path, root: Path) -> bool:
     """Return whether a path is a link that leads out of `root` or nowhere."""
+    # Not Path.resolve, which raises for folders that may not be entered.
     target = Path(os.path.realpath(path))
     is_link = target != path
     return is_link and not (target.is_relative_to(root) and target.exists())
@@ -429,6 +481,7 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     """
     name = _relative_path(path, root)
     source = clean_text(root.name)
+    # If the source is itself the folder of the skill, its name is the id.
     skill_id = source if path.parent == root else _relative_path(path.parent, root)
     try:
         if not path.is_file():
@@ -442,11 +495,14 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
         return dropped_skill(skill_id, "unreadable", f"{name}: {error.strerror}")
     if text is None:
         return dropped_skill(skill_id, "not_text", f"{name} is not text")
+    # The author may forbid that a model starts the skill.
     if is_for_users_only(text):
         return dropped_for_users(skill_id)
-    skill = parse_skill_file(text, skill_id, path.parent.name, source)
+    skill = parse_skill_file(text, skill_id, fallback_name=path.parent.name, source=source)
     if not (skill.body or skill.description):
         return dropped_skill(skill_id, "empty_body", "the skill has neither description nor body")
+
+    # Name the files beside the SKILL.md, at most MAX_FILES.
     files = filter(_is_plain_file, bundled_paths(path.parent))
     names = (_relative_path(file, path.parent) for file in islice(files, MAX_FILES))
     return replace(skill, files=tuple(names), root=root)
@@ -467,7 +523,14 @@ def _read_shard(path: Path) -> SkillsOrDropped:
 
 
 def _read_jsonl(path: Path) -> SkillsOrDropped:
-    """Read a JSON Lines file. A file that breaks off gives the skills before the break."""
+    """Read a JSON Lines file. A file that breaks off gives the skills before the break.
+
+    Yields:
+        A skill for each line, or a row of DROPPED for a line that is no skill.
+
+    Raises:
+        SkilltrainError: Not even the first line can be read.
+    """
     number = 0  # of the last line read
     name = clean_text(path.name)
     try:
@@ -480,7 +543,7 @@ def _read_jsonl(path: Path) -> SkillsOrDropped:
             else:
                 yield skill_from_row(row, where, name)
     except LINE_ERRORS as error:
-        if not number:
+        if not number:  # no line was read
             problem = f"cannot be read: {reason_of(error)}"
             raise SkilltrainError("unreadable-file", problem, where=path) from error
         reason = f"{name} breaks off after line {number}: {reason_of(error)}"
@@ -488,7 +551,14 @@ def _read_jsonl(path: Path) -> SkillsOrDropped:
 
 
 def _read_parquet(path: Path) -> SkillsOrDropped:
-    """Read a parquet file in batches, so that it never is in memory as a whole."""
+    """Read a parquet file in batches, so that it never is in memory as a whole.
+
+    Yields:
+        A skill for each row, or a row of DROPPED for a row that is no skill.
+
+    Raises:
+        SkilltrainError: The file is not parquet, or lacks columns.
+    """
     name = clean_text(path.name)
     source = clean_text(path.parent.name)
     try:
@@ -508,6 +578,9 @@ def _known_columns(names: list[str], where: object) -> list[str]:
     Args:
         names: Names of all columns.
         where: The table, for the error.
+
+    Raises:
+        SkilltrainError: The table has no column that names a skill, or no column with its text.
     """
     lacks_id = {*ID_COLUMNS, "name"}.isdisjoint(names)
     lacks_text = {*BODY_COLUMNS, "description"}.isdisjoint(names)
@@ -527,9 +600,11 @@ def _read_dataset(reference: str) -> SkillsOrDropped:
     name = reference
     split = ""
     where = HF_PREFIX + reference
+    # The path of a folder may contain a colon itself, so look for the folder first.
     if not Path(reference).exists() and ":" in reference:
         name, split = reference.rsplit(":", 1)
     rows = _choose_split(_load_splits(name, where), split, name, where)
+    # Do not convert the columns that no skill has.
     rows = rows.select_columns(_known_columns(rows.column_names, where))
     source = Path(name).name if Path(name).exists() else name
     for number, row in enumerate(rows, 1):
@@ -542,21 +617,36 @@ def _load_splits(name: str, where: str) -> dict[Any, Any]:
     Args:
         name: OWNER/NAME, or a folder.
         where: The dataset, for the error.
+
+    Returns:
+        A `datasets.Dataset` by name of the split.
+
+    Raises:
+        SkilltrainError: The dataset cannot be read.
     """
     import datasets
 
+    # The method `save_to_disk` of a dataset writes one of these files.
     is_saved = any((Path(name) / file).is_file() for file in ("state.json", "dataset_dict.json"))
     load: Any = datasets.load_from_disk if is_saved else datasets.load_dataset
     try:
         loaded = load(name)
-    except Exception as error:
+    except Exception as error:  # a damaged dataset can cause any exception
         problem = f"cannot be read: {printable(reason_of(error), 300)}"
         raise SkilltrainError("unreadable-file", problem, where=where) from error
+    # A `DatasetDict` holds several splits, and a `Dataset` only rows.
     return dict(loaded) if isinstance(loaded, dict) else {"": loaded}
 
 
 def _choose_split(splits: dict[Any, Any], split: str, name: str, where: str) -> Any:
-    """Return the rows of a split. The only split of a dataset need not be named."""
+    """Return the rows of a split. The only split of a dataset need not be named.
+
+    Args:
+        splits: Rows by name of the split.
+        split: Name of the split. Empty: the only split.
+        name: Name of the dataset, for advice.
+        where: The dataset, for the error.
+    """
     if not split and len(splits) == 1:
         split = next(iter(splits))
     if split not in splits:

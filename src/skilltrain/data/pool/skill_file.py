@@ -92,13 +92,14 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
     Args:
         text: Content of the file.
         skill_id: Id of the skill.
-        fallback_name: Name if the header has none.
+        fallback_name: Name of the skill if the header has none.
         source: Source of the skill.
     """
     fields, body = split_header(clean_text(text))
+    # `metadata` is a map inside the header.
     metadata = fields["metadata"] if isinstance(fields.get("metadata"), dict) else {}
     texts = {key: one_line(as_text(fields.get(key))) for key in _TEXT_FIELDS}
-    facts = _facts_in(metadata | fields)
+    facts = _facts_in(metadata | fields)  # the header takes precedence over its metadata
     description = texts["description"] or first_paragraph(body)
     lang = texts["lang"].lower()[:2]  # en-US becomes en
     return Skill(
@@ -115,7 +116,11 @@ def parse_skill_file(text: str, skill_id: str, fallback_name: str, source: str =
 
 
 def _with_use(description: str, when_to_use: str) -> str:
-    """Return a description that goes on with `when_to_use`, cut to `MAX_LISTED_CHARS`."""
+    """Return a description that goes on with `when_to_use`, cut to `MAX_LISTED_CHARS`.
+
+    Agents list `when_to_use` after the description. The Agent Skills specification limits the
+    length of a description, and a skill with a longer one would not be listed.
+    """
     if when_to_use in description:
         return description
     max_chars = max(len(description), MAX_LISTED_CHARS)  # a long description is not cut
@@ -123,7 +128,12 @@ def _with_use(description: str, when_to_use: str) -> str:
 
 
 def is_for_users_only(text: str) -> bool:
-    """Return whether the author of a SKILL.md forbids that a model starts the skill."""
+    """Return whether the author of a SKILL.md forbids that a model starts the skill.
+
+    Args:
+        text: Content of the file.
+    """
+    # Most files do not have the key, and reading the header takes longer than this search.
     if not _INVOCATION_KEY.search(text):
         return False
     fields, _ = split_header(clean_text(text))
@@ -139,17 +149,22 @@ def dropped_for_users(skill_id: str) -> Dropped:
 def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | Dropped:
     """Read a skill from a row of a table in SkillRouter's format.
 
+    The columns `content` and `skill_md` may hold a whole SKILL.md. The other columns of the row
+    take precedence over its frontmatter. The body of a row may be empty if the row has a
+    description, as for tools of MCP servers.
+
     Args:
-        row: Value by column. `content` and `skill_md` may hold a whole SKILL.md.
+        row: Value by column.
         where: File and number of the row, for the reason.
         source: Source of the skill, if the row names none.
 
     Returns:
-        The skill, or a row of DROPPED.
+        The skill; or a row of DROPPED, with the reason why the row is no skill.
     """
     values = {key: as_text(row.get(key)) for key in COLUMNS}
     name = values["name"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or name)
+    # The first body column with text in this row, or an empty name.
     body_column = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
         return dropped_skill("", "no_id", f"{where} has neither skill_id nor name")
@@ -157,6 +172,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         reason = f"{where}: {body_column} is a {type(row[body_column]).__name__}, not text"
         return dropped_skill(skill_id, "not_text", reason)
 
+    # Make a skill from the body column. Without a name, the last part of the id is the name.
     last_part_of_id = skill_id.rsplit("/", 1)[-1]
     fallback_name = one_line(name or last_part_of_id)
     if body_column in ("content", "skill_md"):
@@ -164,7 +180,8 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
             return dropped_for_users(skill_id)
         skill = parse_skill_file(values[body_column], skill_id, fallback_name)
     else:
-        skill = Skill(skill_id, fallback_name, "", values["body"].strip())
+        skill = Skill(skill_id, fallback_name, description="", body=values["body"].strip())
+    # Add the other columns of the row. They replace the values of the frontmatter.
     skill = _add_columns(skill, values, _facts_in(row), source)
     if not (skill.body or skill.description):
         return dropped_skill(skill_id, "empty_body", f"{where} has neither description nor body")
@@ -179,12 +196,13 @@ def _add_columns(
     Args:
         skill: The skill, as its body column gives it.
         values: Text of each column.
-        facts: Value of each field of SKILL_FACTS, or None.
+        facts: Value of each field of SKILL_FACTS (author, URL, stars and so on), or None.
         source: Source of a row that names none.
     """
     description = values["description"][:MAX_HEADER_CHARS].strip()
     if description:
         description = _with_use(description, skill.when_to_use or "")
+    # A fact that the row lacks does not replace the fact in the frontmatter.
     known_facts = {key: fact for key, fact in facts.items() if fact is not None}
     return replace(
         skill,
@@ -205,22 +223,31 @@ def dropped_skill(
     value: float | None = None,
     other_id: str | None = None,
 ) -> Dropped:
-    """Return the row of DROPPED for a skill that is left out."""
+    """Return the row of DROPPED for a skill that is left out.
+
+    Args:
+        skill_id: Id of the skill; empty if it has none.
+        code: Code of the reason, such as "not_text".
+        reason: The reason in words.
+        value: Measured value that decided, such as a size.
+        other_id: Id of the skill that this skill repeats.
+    """
     return Dropped("", skill_id, code, reason, value=value, other_id=other_id)
 
 
 def _facts_in(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Read the author, the URL, the stars and the other SKILL_FACTS of a skill.
+    """Read the facts about a skill: its author, URL, stars and the other fields of SKILL_FACTS.
 
     Args:
-        values: A header or a row of a table.
+        values: A header or a row of a table, with values by key.
 
     Returns:
-        Value of each field of SKILL_FACTS; None if missing or wrong.
+        Value of each field of SKILL_FACTS; None if it is missing or wrong.
     """
     texts = {key: one_line(as_text(values.get(key)))[:MAX_HEADER_CHARS] for key in SKILL_FACTS}
     url = texts["url"] or one_line(as_text(values.get("homepage")))
     stars = _STARS.fullmatch(texts["stars"])
+    # `as_text` has joined the items of a list of tags with commas.
     tags = [tag.strip() for tag in texts["tags"].split(",")]
     return {
         "author": texts["author"] or None,
@@ -238,11 +265,16 @@ def _is_iso_date(text: str) -> bool:
         datetime.fromisoformat(text)
     except ValueError:
         return False
-    return text[4] == "-"  # not only digits
+    return text[4] == "-"  # fromisoformat also accepts digits, such as a count of seconds
 
 
 def _relative_paths(value: Any) -> tuple[str, ...] | None:
-    """Return the items of a list as relative paths; None if one leaves its folder, or no list."""
+    """Return the items of a list as relative paths.
+
+    Returns:
+        None if `value` is no list, or if a path is empty, absolute, or leaves its folder with "..".
+    """
+    # A text or a map can be iterated too, but is no list.
     if isinstance(value, str | bytes | Mapping) or not isinstance(value, Iterable):
         return None
     paths = [PurePosixPath(one_line(as_text(item))) for item in value]
@@ -252,28 +284,34 @@ def _relative_paths(value: Any) -> tuple[str, ...] | None:
 
 
 def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
-    """Yield the files and links that belong to a SKILL.md, but not to a skill below it.
+    """Yield the files and links that belong to a SKILL.md, without those of other skills below it.
 
     Args:
         folder: Folder of the SKILL.md.
-        hidden: Whether to yield the hidden files and files in hidden folders, instead of others.
+        hidden: False yields the files without a dot at the start of any name in their path. True
+            yields the others: hidden files, and files in hidden folders. Of the folder `.git`, only
+            the programs in `.git/hooks` are yielded.
     """
     for parent, folder_names, file_names in os.walk(folder):
         names_below = Path(parent).relative_to(folder).parts
         is_git_folder = names_below == (".git",)
         in_hidden_folder = any(name.startswith(".") for name in names_below)
 
+        # Walk into the folders that hold no other skill.
         walked = []
         for name in sorted(folder_names):
+            # git runs the programs in .git/hooks. All else in .git is data.
             is_git_data = is_git_folder and name != "hooks"
+            # Without `hidden`, a hidden folder has no files to yield.
             if is_git_data or (name.startswith(".") and not hidden):
                 continue
+            # Not Path.exists, which raises for a folder that may not be entered.
             holds_skill = any(Path(parent, name).glob(SKILL_FILE))
             if not holds_skill:
                 walked.append(name)
         folder_names[:] = walked  # os.walk continues with these
         if is_git_folder:
-            continue  # its files are data
+            continue  # leave out the files that are directly in .git
 
         for name in sorted(file_names):
             is_hidden = in_hidden_folder or name.startswith(".")
@@ -282,13 +320,15 @@ def bundled_paths(folder: Path, hidden: bool = False) -> Iterator[Path]:
 
 
 def as_text(value: Any) -> str:
-    """Return the value of a field as text, and the items of a list joined with commas.
+    """Return the value of a field as text.
 
-    Lists in a list are left out. Maps, NaN, infinity and None become an empty text.
+    The items of a list are joined with commas, and the result is cut to MAX_HEADER_CHARS. Lists in
+    a list are left out. Maps, NaN, infinity and None become an empty text.
     """
     if isinstance(value, bytes):
         return clean_text(value.decode("utf-8", "replace"))
     if isinstance(value, str):
+        # In YAML, `~` and `null` mean that there is no value.
         return "" if value in ("~", "null") else clean_text(value)
     if isinstance(value, list):
         texts = []
@@ -308,10 +348,14 @@ def as_text(value: Any) -> str:
 def split_header(text: str) -> tuple[dict[str, Any], str]:
     """Split a SKILL.md into its frontmatter and its body.
 
-    A first block between lines `---` is frontmatter if it is empty or has a known key.
+    A block between two lines `---` at the beginning is frontmatter if it is empty or has one of the
+    keys that we read. Any other block belongs to the body. A block that is not YAML, such as
+    `description: Use when: x`, is read line by line. If it has a Markdown heading, it is not read:
+    the heading shows that the closing `---` is missing, so there is no frontmatter.
 
     Returns:
-        Text, list or map by key, such as `when_to_use`; the body.
+        Value by key, such as `when_to_use`: a text, a list or a map. Numbers and booleans are texts
+        too. Then the body.
     """
     text = text.lstrip(_BEFORE_HEADER)
     opening = _OPENING.match(text)
@@ -324,6 +368,7 @@ def split_header(text: str) -> tuple[dict[str, Any], str]:
     if fields is None:  # not YAML
         fields = {} if _HEADING.search(header) else _read_lines(header.split("\n"))
 
+    # `when-to-use` and `when_to_use` are the same key.
     fields = {key.replace("-", "_"): value for key, value in fields.items()}
     has_known_field = not fields.keys().isdisjoint(_FIELDS)
     if has_known_field or not header.strip():
@@ -341,7 +386,8 @@ def header_fault(text: str) -> str | None:
     if not closing:
         return "the closing --- of the front matter is missing"
 
-    header = "\n" + _clean_header(text[opening.end() : closing.start()])  # lines as in the file
+    # The line break makes the line numbers in errors those of the file, whose first line is `---`.
+    header = "\n" + _clean_header(text[opening.end() : closing.start()])
     try:
         value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -356,8 +402,12 @@ def _clean_header(header: str) -> str:
 
 
 def _read_yaml(header: str) -> dict[str, Any] | None:
-    """Return the values of a header by key in lower case; None if it is not YAML, or no map."""
+    """Return the values of a header by key in lower case; None if it is not YAML, or no map.
+
+    BaseLoader reads all single values as texts.
+    """
     try:
+        # Not the C loader: libyaml overflows the C stack on deeply nested input.
         value = yaml.load(header, yaml.BaseLoader)
     except (yaml.YAMLError, RecursionError, ValueError):
         return None
@@ -369,15 +419,18 @@ def _read_yaml(header: str) -> dict[str, Any] | None:
 def _read_lines(lines: list[str]) -> dict[str, Any]:
     """Read `key: value` lines of a header that is not YAML.
 
-    A line without a key continues the value of the key above.
+    A line without a key continues the value of the key above. The keys `name` and `description` may
+    be indented, for example by a tab.
 
     Returns:
         Value by key in lower case. The value of `metadata` is itself a map.
     """
     lines_by_key = {}
-    key = ""
+    key = ""  # the last key above the line
     for line in lines:
         match = _KEY.match(line)
+        # An indented line may be a key of its own only if the key above has its value beside it.
+        # If nothing or only a mark such as `|` is beside the key above, the line is its value.
         has_value_beside_key = key != "" and lines_by_key[key][0] not in _BLOCK_MARKS
         if not match and has_value_beside_key:
             match = _INDENTED_FIELD.match(line)
@@ -394,13 +447,18 @@ def _read_lines(lines: list[str]) -> dict[str, Any]:
 
 
 def _join(lines: list[str]) -> str:
-    """Join the lines of a value. List marks and quotes around the whole value are removed."""
+    """Join the lines of a value. List marks and quotes around the whole value are removed.
+
+    Example: the lines `>`, `Merges PDFs.` and `Splits them.` become "Merges PDFs. Splits them."
+    """
+    # The first line is what stands beside the key: nothing, a mark such as `|`, or a value.
     if lines[0] in _BLOCK_MARKS:
         lines = lines[1:]
     text = " ".join(line.removeprefix("- ") for line in lines).strip()
     quote = text[:1]
     content = text[1:-1]
     is_quoted = len(text) > 1 and quote in "\"'" and text.endswith(quote)
+    # Quotes inside the value show that the outer quotes may not belong together, as in 'a' or 'b'.
     return content if is_quoted and quote not in content else text
 
 
@@ -409,6 +467,7 @@ def first_paragraph(body: str) -> str:
 
     Headings, code, HTML, tables, rules and images are no prose. Empty if there is none.
     """
+    # Blocks are separated by empty lines. Marks of quotations and of lists are removed.
     for block in re.split(r"\n[ \t]*\n", _CODE_BLOCK.sub("", body)):
         lines = [line.strip().removeprefix("> ").removeprefix("- ") for line in block.split("\n")]
         prose = [line for line in lines if line and not line.startswith(_NO_PROSE)]
@@ -419,6 +478,7 @@ def first_paragraph(body: str) -> str:
 
 def skill_text(skill: Skill) -> str:
     """Return the SKILL.md of a skill."""
+    # A large width keeps each value on one line.
     header = yaml.safe_dump(front_matter(skill), allow_unicode=True, sort_keys=False, width=10**6)
     return f"---\n{header}---\n\n{skill.body}\n"
 

@@ -81,6 +81,7 @@ class Pool(Stage):
     @classmethod
     def _set_default_categories(cls, values: Any) -> Any:
         """Make `taxonomy` the default of `categories` if there is an encoder."""
+        # In `{"a": 1, **values}`, a value that the user gives replaces the default.
         has_encoder = isinstance(values, dict) and values.get("encoder") is not None
         return {"categories": "taxonomy", **values} if has_encoder else values
 
@@ -115,7 +116,8 @@ class Pool(Stage):
         skills_by_source, dropped = read_sources(self.sources)
         num_found = _count_found(self.sources, skills_by_source, dropped)
 
-        # Join the sources, and find the missing categories.
+        # Join the sources, and find the missing categories. `merged` holds the skills as they were
+        # read, and `skills` the same skills with categories.
         merged_by_source, duplicates = merge_sources(skills_by_source, self.drop_duplicates)
         dropped += duplicates
         merged = list(chain.from_iterable(merged_by_source))
@@ -169,13 +171,14 @@ def _count_found(
 
     Args:
         sources: Paths or names of the sources.
-        skills_by_source: Skills of each source.
-        dropped: Rows of DROPPED. With the filter CUT, the skill was read.
+        skills_by_source: Skills of each source that could be read.
+        dropped: Rows of DROPPED from the reading of all sources.
     """
+    # A row with the filter CUT reports a skill with a shortened body, which was read and kept.
     num_unreadable = Counter(row.source for row in dropped if row.filter != CUT)
     num_found = {}
     for source, skills in zip(sources, skills_by_source, strict=True):
-        source_in_rows = clean_text(str(source))
+        source_in_rows = clean_text(str(source))  # the rows hold cleaned names of sources
         num_found[str(source)] = len(skills) + num_unreadable[source_in_rows]
     return num_found
 
@@ -187,8 +190,9 @@ def audit(texts: Sequence[str]) -> dict[str, float]:
         Shares of texts that are empty, and that have under 10 and under 25 words. Mean, median and
         90th percentile of the number of words.
     """
-    lengths = np.array([num_words(text) for text in texts])
+    lengths = np.array([num_words(text) for text in texts])  # [text]
     median, p90 = np.quantile(lengths, (0.5, 0.9)).tolist()
+    # Each share counts the texts with fewer words than its limit.
     limits = {"empty": 1, "under_10": 10, "under_25": 25}
     shares = {name: round(float((lengths < limit).mean()), 4) for name, limit in limits.items()}
     mean = round(float(lengths.mean()), 1)
@@ -197,6 +201,13 @@ def audit(texts: Sequence[str]) -> dict[str, float]:
 
 def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
     """Give each skill without a category the nearest one. Nothing changes without an encoder.
+
+    Args:
+        skills: The skills.
+        config: Settings of the stage. `categories` says where the categories come from.
+
+    Returns:
+        The skills in the same order, all with a category if there is an encoder.
 
     Raises:
         SkilltrainError: The categories come from the pool, and no skill has one.
@@ -210,10 +221,12 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
             "wrong-pool", "no skill of the pool has a category", fix="set categories: taxonomy"
         )
 
+    # The vector of a category is that of its description, or the mean over its skills.
     encoder = open_encoder(config.encoder)
     if config.categories == "taxonomy":
         taxonomy = load_taxonomy(config.taxonomy or DEFAULT_TAXONOMY)
         names = [category.name for category in taxonomy]
+        # A category is encoded like a skill without a body.
         vectors = encoder.encode_skills(
             [Skill(entry.name, entry.name, entry.description, body="") for entry in taxonomy]
         )
@@ -223,7 +236,7 @@ def _fill_categories(skills: Sequence[Skill], config: Pool) -> Sequence[Skill]:
         )
 
     similarities = encoder.encode_skills(uncategorised) @ vectors.T  # [skill, category]
-    nearest = similarities.argmax(axis=1).tolist()  # the first of equals
+    nearest = similarities.argmax(axis=1).tolist()  # the first of equally near categories
     filled = {
         skill.skill_id: replace(skill, category=names[position])
         for skill, position in zip(uncategorised, nearest, strict=True)
@@ -250,6 +263,9 @@ class Taxonomy(Config):
 def load_taxonomy(path: Path) -> list[Category]:
     """Read the categories of a YAML file, in order.
 
+    Args:
+        path: File with a list of maps, each with a `name` and a `description`.
+
     Raises:
         SkilltrainError: An entry is wrong, or a name appears twice.
     """
@@ -271,8 +287,10 @@ def mean_vectors(
         vectors: Vectors of skills.
         names: Category of each skill.
     """
+    # A number stands for a category: its position in `categories`.
     categories, numbers = np.unique(np.array(names), return_inverse=True)  # numbers: [skill]
     sums = np.zeros((len(categories), vectors.shape[1]))  # [category, dim]
     np.add.at(sums, numbers, vectors)
     norms = np.linalg.norm(sums, axis=1, keepdims=True)  # [category, 1]
+    # The direction of the mean is that of the sum. The maximum avoids a division by zero.
     return categories.tolist(), (sums / np.maximum(norms, 1e-12)).astype(np.float32)
