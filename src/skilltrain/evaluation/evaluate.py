@@ -147,15 +147,7 @@ class Evaluate(Stage):
         return len(self.selected_systems) + len(self.predictions)
 
     def run(self, out: Path) -> Summary:
-        """Write the report and the rankings, print a table, and return the means.
-
-        Args:
-            out: Folder to write to.
-
-        Returns:
-            Summary: means by system and measure, seconds for each query, and counts of the chat
-            models.
-        """
+        """Write the report and the rankings, print a table, and return the means."""
         # Load the benchmark, the pools and the predictions, and analyse what needs no ranking.
         data = _load(self)
         systems = self.selected_systems
@@ -259,6 +251,7 @@ def _load(config: Evaluate) -> _Data:
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     _check_has_work(config, benchmark)
+    # Without the setting `pool`, the pool of the benchmark itself is ranked.
     skills = None if config.pool is None else read_pool(config.pool)
     pools = []
     tiers = []
@@ -344,7 +337,7 @@ def _rank(
             queries.extend(unserved)
         tier_suffix = f", {tier.name}" if data.benchmark.tiers else ""
         ranked = run_systems(
-            config.selected_systems, queries, list(pool.values()), depth, num_timed
+            config.selected_systems, queries, list(pool.values()), depth, num_timed=num_timed
         )
 
         for system, stages in ranked.items():
@@ -496,7 +489,9 @@ def _report(
     # `only`.
     planned = [system.name for system in config.systems]
     planned += [file.stem for file in config.predictions]
-    return build_report(benchmark, results, config.scored, skills, notes, provenance, planned)
+    return build_report(
+        benchmark, results, config.scored, skills, notes, provenance, planned=planned
+    )
 
 
 def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
@@ -521,7 +516,7 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
             # model.
             model = ranker.server.model if ranker.server else ranker.model_source
             if model:
-                # A model is a folder or a name on the Hugging Face Hub.
+                # Of a local model, only the name of its folder is shown.
                 path = Path(model)
                 models.append(path.name if path.exists() else model)
         if models:
@@ -574,7 +569,8 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 f"{name}: the chat model gave no usable answer for {num_unusable} of "
                 f"{counts['num_asked']} queries ({reasons}). They were ranked without it."
             )
-        # Some rankers ask a chat model whether to accept a skill. A filter is one such question.
+        # A ranker of SkillFlow asks a chat model which skills to accept, in the filters `relevancy`
+        # and `specificity`.
         for filter_name, (num_accepted, num_judged) in counts.get("accepted", {}).items():
             if num_judged:
                 share = num_accepted / num_judged

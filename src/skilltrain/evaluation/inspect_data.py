@@ -206,8 +206,7 @@ def page_values(
         pool: Pool to use instead of the pool of the trail.
         max_lists: Number of lists in the sample.
     """
-    # Texts of skills and queries.
-    # The first pool of the trail is the pool of the newest run.
+    # Texts of skills and queries. The first pool of the trail is the pool of the newest run.
     pools = trail.inputs["pool"][:1] if pool is None else [pool]
     skills = {row["skill_id"]: Skill(**row) for row in _read_rows(pools, SKILLS)}
     # The folder of the lists may also hold queries.
@@ -288,6 +287,7 @@ def _sample_drops(drops_by_filter: Mapping[str, Sequence[Dropped]]) -> list[Drop
     for name, drops in drops_by_filter.items():
         # Several sources may have mined the same candidate.
         unique = {(drop.query_id, drop.skill_id): drop for drop in drops}
+        # The name of the filter is the seed of the sample.
         filter_sample = _sample(list(unique.values()), NUM_PER_FILTER, name)
         sample += sorted(filter_sample, key=lambda drop: drop.value or 0.0)
     return sample
@@ -400,7 +400,8 @@ def check_list(
 
     findings: dict[str, set[str]] = {}
     for check, is_suspect in POSITIVE_CHECKS.items():
-        # `is_suspect` returns True for a positive that is probably wrong, or too easy to find.
+        # `is_suspect` returns True if the positive fails the check. For example, the query names the
+        # skill.
         findings[check] = {skill.skill_id for skill in positives if is_suspect(text, skill)}
 
     # A negative must not share a property with a positive, such as its name or its cluster. Skills

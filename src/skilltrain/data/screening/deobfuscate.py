@@ -68,7 +68,7 @@ def deobfuscate(program: str) -> MappedText:
 
     # Fill `values`. A variable may be used above its assignment, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
-        # This only fills `values`. The returned code is not needed here.
+        # The code that this returns is not needed here.
         _remember_assignment(assignment, values)
 
     # Run all steps until a round changes nothing.
@@ -237,14 +237,18 @@ _NAME_PATH = re.compile(r"[\w.:/-]{1,40}")
 
 
 def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
-    """Decode hexadecimal and octal escapes: `\\x63\\165` is `cu`. None keeps the match."""
+    """Decode hexadecimal and octal escapes: `\\x63\\165` is `cu`. None keeps the match.
+
+    Args:
+        match: One escape, or several in a row.
+    """
     codes = [
         int(hexadecimal, 16) if hexadecimal else int(octal, 8)
         for hexadecimal, octal in _ESCAPE.findall(match[0])
     ]
     decoded = "".join(map(chr, codes))
     if not decoded.isprintable() or any(char in "\"'\\" for char in decoded):
-        return None  # it could end the literal around it
+        return None  # a quotation mark could end the literal that the escapes are in
     return decoded
 
 
@@ -271,8 +275,8 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     if match["call"]:
         return literal
 
-    # The match is a list of numbers. The new text has the same brackets.
-    # Most lists of numbers are data. Decode a list only if it spells a word or a path.
+    # The match is a list of numbers. Most lists are data, so decode a list only if it spells a word
+    # or a path. The new text has the same brackets.
     if not _WORD_OR_PATH.search(decoded):
         return None
     opening_bracket = match[0][0]
@@ -353,6 +357,7 @@ def _apply_replace(match: re.Match[str], _: Values) -> str | None:
         old, new, text = _literal_texts(match[0])  # str_replace(old, new, text)
     else:
         text = _unquote(match["text"])
+        # Without a new text, the old text is deleted.
         old, *rest = _literal_texts(match["replacement"])
         new = rest[0] if rest else ""
     return _quote(text.replace(old, new)) if old else None
@@ -379,6 +384,7 @@ def _join_literals(match: re.Match[str], _: Values) -> str | None:
     # `%w[words].join(separator3)`, `separator4.join([list2])`, `implode('', [list3])`.
     separator = _first_group(match, "separator1", "separator2", "separator3", "separator4")
     separator = _unquote(separator) if separator else ""
+    # Joined by a long separator, the texts are probably not pieces of one word.
     if len(separator) > _MAX_SEPARATOR_CHARS:
         return None
     if match["words"]:

@@ -46,7 +46,7 @@ def find_keyword_stuffing(text: NormalizedText) -> Spans:
     Args:
         text: A description, with the skill that it belongs to.
 
-    Returns:
+    Yields:
         Spans of the keywords in the normalised description.
     """
     description = text.normalized

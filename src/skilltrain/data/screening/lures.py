@@ -138,7 +138,7 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
     pattern = _COMMAND if is_program else _ORDER
     for literal in _LITERAL.finditer(original):
         # A literal may hold another literal. There is a text for each of them.
-        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
+        decoded_texts = _decode_literal(literal, max_nested=_MAX_NESTED_LITERALS)
         is_example = not is_program and text.is_sample(*literal.span())
         if not is_example and any(pattern.search(decoded) for decoded in decoded_texts):
             yield literal.span()
@@ -292,8 +292,8 @@ _VISIT_INSTRUCTION = re.compile(
 def find_paste_links(text: NormalizedText) -> Spans:
     """Find links to paste sites whose content is run by a shell, or by the reader."""
     for link in _PASTE_URL.finditer(text.normalized):
-        # Look at 120 characters before the link in its line, and at 120 characters after it.
-        text_before = text.line_before(link.start(), 120)
+        # Look at the line before the link, and at the text after the link.
+        text_before = text.line_before(link.start(), max_chars=120)
         text_after = text.normalized[link.end() : link.end() + 120]
 
         # The content is run by a shell, or the reader is asked to run it.
