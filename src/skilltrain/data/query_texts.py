@@ -80,7 +80,7 @@ def usable_query(
     if not length:
         raise AnswerError("empty", "there was no text in the answer")
     if length > max_words:
-        raise AnswerError("too_long", f"it had {length} words, more than {max_words}", length)
+        raise AnswerError("too_long", f"it had {length} words, more than {max_words}", value=length)
     if any(names_skill(text, skill.name) for skill in skills):
         raise AnswerError("name_leak", "it named the capability")
     if text.casefold() in earlier_texts:

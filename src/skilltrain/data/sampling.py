@@ -66,8 +66,8 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     # Sample each stratum with a random stream of its own.
     chosen: set[str] = set()
     for key, skill_ids in strata.items():
-        # Sort the ids, so that the sample does not depend on the order of the pool.
         rng = random.Random(stable_number(seed, "sample", *key))
+        # Sort the ids, so that the sample does not depend on the order of the pool.
         chosen.update(rng.sample(sorted(skill_ids), quotas[key]))
     return [skill for skill in pool if skill.skill_id in chosen]
 

@@ -71,6 +71,8 @@ def _check_renders(name: str | Path) -> str | Path:
     """Return the name or path of a prompt. Raises ValueError if it cannot be used."""
     placeholders = ("name", "category", "description", "number", "total", "length", "lang", "style")
     values = dict.fromkeys(placeholders, "") | {"body": "(body)", "fenced": "(body)"}
+    # Render the prompt with empty values. The body of a skill must appear in its messages, by the
+    # placeholder `body` or `fenced`.
     try:
         check_prompt(load_prompt(name), values, {"body or fenced": "(body)"}, name)
     except SkilltrainError as error:

@@ -400,8 +400,8 @@ def check_list(
 
     findings: dict[str, set[str]] = {}
     for check, is_suspect in POSITIVE_CHECKS.items():
-        # `is_suspect` returns True if the positive fails the check. For example, the query names the
-        # skill.
+        # `is_suspect` returns True if the positive fails the check. For example, the query names
+        # the skill.
         findings[check] = {skill.skill_id for skill in positives if is_suspect(text, skill)}
 
     # A negative must not share a property with a positive, such as its name or its cluster. Skills

@@ -232,6 +232,8 @@ def _axes(report: Report) -> dict[str, Axis]:
 
     pass_rates = report.analysis.get("pass_rates")
     if pass_rates:
+        # Shares of tasks that agents solve: without skills, with gold skills, and estimates for the
+        # skills that each system finds.
         values = []
         for row in pass_rates:
             values += [row["without_skills"], row["with_gold"]]

@@ -65,8 +65,8 @@ def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[Bund
                 num_omitted += 1
                 continue
             content = path.read_bytes()
-        # The file cannot be read, for example for lack of permission.
         except OSError:
+            # The file cannot be read, for example for lack of permission.
             num_omitted += 1
             continue
         num_bytes += size

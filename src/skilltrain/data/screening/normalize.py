@@ -181,9 +181,7 @@ class NormalizedText:
             return self._is_scanner_pattern(start, end)
         # A skill about security may warn of a command long before it shows the command.
         num_chars = 1500 if self.is_about_security else 300
-        context = self.normalized[max(0, start - num_chars) : end] + self.line_after(
-            end, max_chars=200
-        )
+        context = self.normalized[max(0, start - num_chars) : end] + self.line_after(end, 200)
         return bool(_WARNING.search(context))
 
     def _is_scanner_pattern(self, start: int, end: int) -> bool:
