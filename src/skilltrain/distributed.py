@@ -66,10 +66,12 @@ def gather_rows(rows: Float[Tensor, "local ..."], total: int) -> Float[Tensor, "
     max_rows = math.ceil(total / world)
     row_shape = rows.shape[1:]
     padding = rows.new_zeros(max_rows - len(rows), *row_shape)
+    # `_Gather` stacks the tensors of all ranks, and also passes gradients back.
     gathered: Tensor = _Gather.apply(torch.cat([rows, padding]))  # [rank, row, ...]
 
     # Rows of the result alternate between the ranks.
     alternating = gathered.transpose(0, 1)  # [row, rank, ...]
+    # Cut off the padding, which is now at the end.
     return alternating.reshape(world * max_rows, *row_shape)[:total]
 
 

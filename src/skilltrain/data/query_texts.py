@@ -67,17 +67,20 @@ def usable_query(
         AnswerError: The answer is a refusal, is empty or too long, names a skill, or repeats a
             query.
     """
+    # Put the answer on one line, without backticks around it and without a label, such as "Query:".
     text = _LABEL.sub("", " ".join(answer.strip().strip("`").split()))
+    # Remove one pair of quotes around the whole text.
     if len(text) > 1 and text[0] + text[-1] in ('""', "“”", "「」", "''"):
         text = text[1:-1].strip()
 
     length = num_words(text)
+    # Each check has a short code, which later becomes the filter in a row of DROPPED.
     if _REFUSAL.match(text):
         raise AnswerError("refused", "the model declined to answer")
     if not length:
         raise AnswerError("empty", "there was no text in the answer")
     if length > max_words:
-        raise AnswerError("too_long", f"it had {length} words, more than {max_words}", length)
+        raise AnswerError("too_long", f"it had {length} words, more than {max_words}", value=length)
     if any(names_skill(text, skill.name) for skill in skills):
         raise AnswerError("name_leak", "it named the capability")
     if text.casefold() in earlier_texts:
@@ -88,6 +91,9 @@ def usable_query(
 
 def query_profile(texts: Sequence[str]) -> dict[str, float]:
     """Measure the length and the variety of queries.
+
+    Args:
+        texts: Texts of the queries.
 
     Returns:
         Measures by name, empty if there are no queries:
@@ -107,6 +113,7 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
     for text in sorted(texts, key=stable_number)[:_MAX_COUNTED_QUERIES]:
         query_words = words_of(text)
         words += query_words
+        # A trigram is three words in a row. A query of one or two words has no trigram.
         trigrams += zip(query_words, query_words[1:], query_words[2:], strict=False)
 
     items_by_name: dict[str, Sequence[object]] = {
@@ -118,6 +125,7 @@ def query_profile(texts: Sequence[str]) -> dict[str, float]:
     median, p90 = np.quantile([num_words(text) for text in texts], (0.5, 0.9)).tolist()
     profile = {"median_words": median, "p90_words": p90}
     for name, items in items_by_name.items():
+        # A set without items has the share 0. `max` avoids a division by 0.
         profile[f"distinct_{name}"] = round(len(set(items)) / max(1, len(items)), 4)
     return profile
 
@@ -144,6 +152,10 @@ def names_skill(query: str, name: str) -> bool:
     Case and separators do not matter: `web-scraper` is named by "Web Scraper", "web_scraper",
     "WebScraper" and "webscraper", but not by "webscrapers" or "scrape the web". Single words count
     too, even common ones.
+
+    Args:
+        query: Text of the query.
+        name: Name of the skill.
     """
     joined_name = "".join(words_of(name))
     if not joined_name:  # the name has only signs
@@ -152,6 +164,7 @@ def names_skill(query: str, name: str) -> bool:
     # Compare texts without separators. The name must start and end where words do.
     words = words_of(query)
     joined_query = "".join(words)
+    # Positions in `joined_query` where a word starts. The last position is the end of the text.
     boundaries = list(accumulate(map(len, words), initial=0))
     return any(
         joined_query.startswith(joined_name, start) and start + len(joined_name) in boundaries
@@ -164,9 +177,17 @@ def without_name(text: str, name: str, mark: str = "") -> str:
 
     Case and separators do not matter. Other Unicode forms of the letters, such as full-width
     letters, are not found.
+
+    For example, "Use PDF_tools now" without the name "pdf tools" and with the mark "X" becomes "Use
+    X now".
+
+    Args:
+        text: Text to change.
+        name: Name of a skill.
+        mark: Text that replaces the name. An empty mark only removes the name.
     """
     words = words_of(name)
-    if not words:
+    if not words:  # the name has only signs, which are not searched
         return text
 
     # Separators may stand between the words, or between the letters of a single word.

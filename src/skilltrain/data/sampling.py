@@ -35,6 +35,7 @@ def draw(
     Returns:
         The sampled positions, in random order.
     """
+    # Python's own `hash` differs between processes, so the seed is a hash of another kind.
     seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     rng = np.random.default_rng(seed)
     chosen = rng.choice(len(allowed), size=min(count, len(allowed)), replace=False)
@@ -45,6 +46,11 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     """Sample at most `max_skills` skills and return them in the order of the pool.
 
     The sample is stratified by category and language: each pair keeps its share of the pool.
+
+    Args:
+        pool: Skills to sample from.
+        max_skills: Size of the sample. None takes all skills.
+        seed: Seed of the sample.
     """
     if max_skills is None or max_skills >= len(pool):
         return list(pool)
@@ -53,12 +59,15 @@ def sample_skills(pool: Sequence[Skill], max_skills: int | None, seed: int) -> l
     for skill in pool:
         strata[skill.category or "", skill.lang or ""].append(skill.skill_id)
     sizes = {key: len(skill_ids) for key, skill_ids in strata.items()}
+    # A stratum is the skills with the same category and language. Its quota is its number of skills
+    # in the sample.
     quotas = largest_remainder(sizes, max_skills)
 
     # Sample each stratum with a random stream of its own.
     chosen: set[str] = set()
     for key, skill_ids in strata.items():
         rng = random.Random(stable_number(seed, "sample", *key))
+        # Sort the ids, so that the sample does not depend on the order of the pool.
         chosen.update(rng.sample(sorted(skill_ids), quotas[key]))
     return [skill for skill in pool if skill.skill_id in chosen]
 
@@ -110,6 +119,15 @@ def largest_remainder(
 
     Each key gets its exact share rounded down. The keys with the largest remainders get one more;
     of equal remainders, the smaller key.
+
+    For example, three keys of size 1 and a total of 2 get 1, 1 and 0.
+
+    Args:
+        sizes: Size of each group by its key.
+        total: Number to divide among the keys.
+
+    Returns:
+        Share of `total` by key. The shares add up to `total`.
     """
     whole = sum(sizes.values())
     quotas = {key: size * total // whole for key, size in sizes.items()}

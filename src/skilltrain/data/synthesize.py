@@ -71,6 +71,8 @@ def _check_renders(name: str | Path) -> str | Path:
     """Return the name or path of a prompt. Raises ValueError if it cannot be used."""
     placeholders = ("name", "category", "description", "number", "total", "length", "lang", "style")
     values = dict.fromkeys(placeholders, "") | {"body": "(body)", "fenced": "(body)"}
+    # Render the prompt with empty values. The body of a skill must appear in its messages, by the
+    # placeholder `body` or `fenced`.
     try:
         check_prompt(load_prompt(name), values, {"body or fenced": "(body)"}, name)
     except SkilltrainError as error:
@@ -157,9 +159,19 @@ class Synthesize(Stage):
         return f"llm:{self.llm.model}"
 
     def run(self, out: Path) -> Summary:
-        """Make queries for skills, and write QUERIES, JUDGEMENTS and DROPPED."""
+        """Make queries for skills, and write QUERIES, JUDGEMENTS and DROPPED.
+
+        Args:
+            out: Folder to write the tables to.
+
+        Returns:
+            Counts for the summary, and the profile of the queries.
+        """
+        # `flagged` has a row of DROPPED for each skill that the safety screening flagged.
         planned, flagged = _plan_queries(self)
+        # The same number of queries is planned for each skill.
         num_skills = len(planned) // self.num_queries_per_skill
+        # Get the texts of the queries: from the skills' own texts, or from a chat model.
         if isinstance(self.llm, OwnTextConfig):
             outcome = _from_own_text(self, planned, out)
         else:
@@ -169,6 +181,7 @@ class Synthesize(Stage):
             problem = f"made no query for {num_skills} skills; the first reason: {reason}"
             fix = ""
             if isinstance(self.llm, LLMConfig):
+                # The same seed would get the same answers from the cache.
                 fix = "llm.cache holds these answers; set another seed to get other answers"
             raise SkilltrainError("nothing-generated", problem, fix=fix)
 
@@ -201,14 +214,19 @@ class Synthesize(Stage):
         Args:
             texts: Pairs of a planned query and its text.
         """
+        # By skill id, the first skill id of its cluster; empty without `clusters`.
         first_id_of = _first_ids_of_clusters(self.clusters)
         queries: list[Query] = []
         judgements: list[Judgement] = []
         for planned, text in texts:
+            # The lowest skill id of the cluster decides, so that the cluster is in one split.
             split_key = first_id_of.get(planned.skill_id, planned.skill_id)
             is_dev = is_drawn(self.dev_share, self.seed, "split", split_key)
             split = "dev" if is_dev else "train"
-            queries.append(Query(planned.query_id, text, "single", self.origin, split))
+            # The kind `single` is a query that needs one skill.
+            queries.append(
+                Query(planned.query_id, text, kind="single", origin=self.origin, split=split)
+            )
             judgements.append(
                 Judgement(planned.query_id, planned.skill_id, Verdict.REQUIRED, self.origin)
             )
@@ -247,6 +265,9 @@ class PlannedQuery:
 def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]]:
     """Plan the queries to write.
 
+    Args:
+        config: Settings of the stage.
+
     Returns:
         The queries, skill by skill, and rows of DROPPED for flagged skills.
     """
@@ -258,10 +279,12 @@ def _plan_queries(config: Synthesize) -> tuple[list[PlannedQuery], list[Dropped]
     if not skills and not flagged:
         raise SkilltrainError("empty-pool", "the pool holds no skill", where=config.pool)
 
+    # Ids hold a hash of the settings, so that the queries of several runs can be merged.
     run_hash = _hash_settings(config)
     planned: list[PlannedQuery] = []
     for skill in sample_skills(skills, config.max_skills, config.seed):
         for number in range(1, config.num_queries_per_skill + 1):
+            # Draw whether the query is terse (short). The same seed and skill always draw the same.
             is_terse = is_drawn(config.terse_share, config.seed, "terse", skill.skill_id, number)
             query_id = f"{skill.skill_id}#{run_hash}-{number}"
             planned.append(PlannedQuery(query_id, skill.skill_id, skill, number, is_terse))
@@ -277,16 +300,24 @@ def _hash_settings(config: Synthesize) -> str:
         config.terse_share,
         config.body_chars,
     )
+    # Leave out the default prompt and style. So ids stay as in versions without these settings.
     if config.prompt != "styles" or config.style is not None:
         settings += (config.prompt, config.style)
     return hashlib.sha256(repr(settings).encode()).hexdigest()[:6]
 
 
 def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
-    """Return the system and the user message for one query, the same in every attempt."""
+    """Return the system and the user message for one query, the same in every attempt.
+
+    Args:
+        config: Settings of the stage.
+        query: The planned query.
+    """
     style = "terse" if query.is_terse else _choose_style(config, query)
     length = TERSE_LENGTH if query.is_terse else f"about {config.num_words} words"
     skill = query.skill
+    # Strangers wrote these texts. `untrusted_line` and `untrusted_text` cut them, remove invisible
+    # characters, and break up tokens that end a turn of a chat.
     fields = {
         "name": untrusted_line(skill.name),
         "category": untrusted_line(skill.category or "unknown"),
@@ -295,7 +326,9 @@ def query_prompt(config: Synthesize, query: PlannedQuery) -> tuple[str, str]:
     }
 
     texts = load_prompt(config.prompt)
+    # The same texts as one block, which prompts can show between two marked lines.
     material = untrusted_skill(skill, _DESCRIPTION_CHARS, config.body_chars)
+    # Some prompts also show the category of the skill.
     if texts.get("shows_category"):
         material = f"Category: {fields['category']}\n{material}"
     return render_prompt(
@@ -322,10 +355,17 @@ def _choose_style(config: Synthesize, query: PlannedQuery) -> str:
 def _questions(
     config: Synthesize, llm: LLMConfig, planned: Sequence[PlannedQuery]
 ) -> Questions[PlannedQuery, str]:
-    """Return the questions that ask the chat model for the queries."""
+    """Return the questions that ask the chat model for the queries.
+
+    Args:
+        config: Settings of the stage.
+        llm: The chat model.
+        planned: The queries to write.
+    """
     earlier_texts: set[str] = set()  # `usable_query` adds to it
 
     def read(query: PlannedQuery, answer: str) -> str:
+        # A query may have 1.5 times as many words as the prompt asks for.
         max_words = MAX_TERSE_WORDS if query.is_terse else config.num_words * 3 // 2
         return usable_query(answer, earlier_texts, max_words, [query.skill])
 
@@ -346,6 +386,14 @@ def _from_own_text(
     """Make queries from the skills' own texts.
 
     Also writes to `out` the safety flags, and the pool without the passages that became queries.
+
+    Args:
+        config: Settings of the stage.
+        planned: The queries to make.
+        out: Folder to write the pool and the flags to.
+
+    Returns:
+        Planned queries with their texts, and rows of DROPPED for the others.
     """
     pool = {skill.skill_id: skill for skill in read_skills(config.pool)}
     texts_by_skill: dict[str, list[str]] = {}
@@ -355,8 +403,11 @@ def _from_own_text(
             pool[skill_id], config.num_queries_per_skill, config.seed
         )
         texts_by_skill[skill_id] = texts
+        # The skill in the new pool lacks the passages that became queries. Otherwise, a query would
+        # repeat the text of its skill word for word.
         pool[skill_id] = remaining_skill
 
+    # Write the new pool, with the safety flags of the old pool.
     write_table(pool.values(), SKILLS, out)
     flags = read_flags(config.pool)
     if flags is not None:
@@ -367,28 +418,44 @@ def _from_own_text(
 def _assign_texts(
     planned: Sequence[PlannedQuery], texts_by_skill: Mapping[str, Sequence[str]]
 ) -> Outcome[PlannedQuery, str]:
-    """Give each planned query a text of its skill, and drop queries that get none."""
+    """Give each planned query a text of its skill, and drop queries that get none.
+
+    Args:
+        planned: The queries to make.
+        texts_by_skill: Passages of each skill that can be queries, by skill id.
+
+    Returns:
+        Planned queries with their texts, and rows of DROPPED for the others.
+    """
     owners_by_text = _owners_by_text(texts_by_skill)
     values: list[tuple[PlannedQuery, str]] = []
     dropped: list[Dropped] = []
     for query in planned:
         skill_id = query.skill_id
         texts = texts_by_skill[skill_id]
+        # A skill may have fewer passages than planned queries.
         if query.number > len(texts):
             reason = "its own text holds no further passage that can be a query"
-            dropped.append(Dropped(query.query_id, skill_id, "empty", reason))
+            dropped.append(Dropped(query.query_id, skill_id, filter="empty", reason=reason))
             continue
         text = texts[query.number - 1]
+        # A passage that several skills have does not tell which of them is right, so drop it.
         owners = owners_by_text[text.casefold()]
         other_ids = [owner for owner in owners if owner != skill_id]
         if other_ids:
             reason = "another skill has the same passage"
             dropped.append(
-                Dropped(query.query_id, skill_id, "duplicate", reason, other_id=other_ids[0])
+                Dropped(
+                    query.query_id,
+                    skill_id,
+                    filter="duplicate",
+                    reason=reason,
+                    other_id=other_ids[0],
+                )
             )
         else:
             values.append((query, text))
-    return Outcome(values, dropped, {})
+    return Outcome(values, dropped, used={})  # no tokens and no cost
 
 
 def _owners_by_text(texts_by_skill: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
@@ -401,9 +468,14 @@ def _owners_by_text(texts_by_skill: Mapping[str, Sequence[str]]) -> dict[str, li
 
 
 def _first_ids_of_clusters(clusters: Path | None) -> dict[str, str]:
-    """Return the lowest skill id of each skill's cluster, by skill id; empty without `clusters`."""
+    """Return the lowest skill id of each skill's cluster, by skill id; empty without `clusters`.
+
+    Args:
+        clusters: Path of the CLUSTERS table, which numbers the clusters of near-duplicates.
+    """
     if clusters is None:
         return {}
+    # Skill ids are visited in order, so the first id of a cluster is its lowest id.
     first_ids: dict[int, str] = {}  # by cluster
     return {
         skill_id: first_ids.setdefault(cluster, skill_id)

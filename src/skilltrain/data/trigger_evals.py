@@ -63,14 +63,21 @@ def read_trigger_evals(*folders: Path) -> list[TriggerQuery]:
 
 
 def _read_folder(root: Path) -> list[TriggerQuery]:
-    """Read the trigger evaluations below one folder, and join rows with the same text."""
+    """Read the trigger evaluations below one folder, and join rows with the same text.
+
+    Args:
+        root: Folder to search, with all folders below it.
+    """
     queries_by_text: dict[str, TriggerQuery] = {}
     for file in sorted(root.rglob(TRIGGER_EVAL)):
+        # The file is in the folder `evals`, and the skill's folder is above that.
         folder = file.parents[1]
         path = folder.relative_to(root).as_posix()
+        # The id of a skill is the path of its folder below `root`, or the name of `root` itself.
         skill_id = clean_text(root.name if folder == root else path)
         for where, row in _read_rows(file):
             text = one_line(clean_text(row.query))
+            # Rows with the same text become one query, also if they are in files of several skills.
             query = queries_by_text.setdefault(text, TriggerQuery(text, where))
             skill_ids = query.expected if row.should_trigger else query.unexpected
             skill_ids.append(skill_id)
@@ -78,13 +85,18 @@ def _read_folder(root: Path) -> list[TriggerQuery]:
 
 
 def _read_rows(file: Path) -> Iterator[tuple[str, _TriggerRow]]:
-    """Yield the place and the content of each row of a file."""
+    """Yield the place and the content of each row of a file.
+
+    Args:
+        file: JSON file with a list of rows.
+    """
     rows = read_json(file)
     if not isinstance(rows, list):
         problem = "is no list of objects with query and should_trigger"
         raise SkilltrainError("invalid-row", problem, where=file)
     for number, values in enumerate(rows, 1):
         where = f"{file}, row {number}"
+        # `parse_row` checks the keys and the types of the row.
         row = parse_row(_TriggerRow, values, where)
         if not one_line(row.query):
             raise SkilltrainError("invalid-row", "query has no visible text", where=where)

@@ -146,6 +146,11 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
     The name of a run's folder holds a hash of its settings, so that cells with equal settings share
     the run.
 
+    Args:
+        grid: Settings.
+        variant: Name of the variant.
+        seed: Value of `{seed}` in the recipes.
+
     Returns:
         Settings of each run by the name of its step, a run after those that it reads. Steps that
         lead to no evaluation are left out.
@@ -153,6 +158,7 @@ def _resolve_runs(grid: AblationConfig, variant: str, seed: int) -> dict[str, An
     resolver = _RunResolver(grid, variant, seed)
     for name, recipe in resolver.recipes.items():
         if recipe["stage"] in EVALUATIONS:
+            # This resolves the run of the evaluation, and of all steps that it reads.
             resolver.value_of(name)
     if not resolver.runs:
         problem = f"has no step of stage {' or '.join(EVALUATIONS)}"
@@ -224,11 +230,22 @@ class _RunResolver:
 
 
 def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
-    """Return the grid's steps with the changes of a variant."""
+    """Return the grid's steps with the changes of a variant.
+
+    Args:
+        grid: Settings.
+        variant: Name of the variant.
+
+    Returns:
+        Recipe of each step by its name.
+    """
+    # Copy the recipes, because each variant changes them in another way.
     recipes = copy.deepcopy(grid.steps)
     for key, value in (grid.variants[variant] or {}).items():
+        # A change is a path and its value, such as `train.loss.name: kl`.
         set_value(recipes, key, copy.deepcopy(value), f"variant '{variant}', {key}")
     for name, recipe in recipes.items():
+        # A change can break a recipe. The grid itself sets `out`.
         if not isinstance(recipe, dict) or "stage" not in recipe or "out" in recipe:
             problem = "must be a recipe with the key stage and without the key out"
             where = f"step '{name}' of variant '{variant}'"
@@ -239,7 +256,14 @@ def _variant_recipes(grid: AblationConfig, variant: str) -> dict[str, Recipe]:
 
 
 def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
-    """Replace every `{NAME}` in the texts of a recipe by `resolve(NAME)`, and `{{` by `{`."""
+    """Replace every `{NAME}` in the texts of a recipe by `resolve(NAME)`, and `{{` by `{`.
+
+    For example, `{train}/model` becomes `runs/train-1a2b/model`.
+
+    Args:
+        value: A recipe, or a part of it.
+        resolve: Returns the value of a name in braces.
+    """
     if isinstance(value, dict):
         return {key: _fill(item, resolve) for key, item in value.items()}
     if isinstance(value, list):
@@ -259,6 +283,10 @@ def _fill(value: Any, resolve: Callable[[str], Any]) -> Any:
 def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
     """Check that all variants can be compared.
 
+    Args:
+        grid: Settings.
+        cells: Variants with a seed.
+
     Raises:
         SkilltrainError: An evaluation has several systems, or lacks a measure of `grid.compare`.
             A step has different queries or measures in two variants.
@@ -273,6 +301,7 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
             _check_evaluation(config.num_systems, measures, grid.compare, where)
 
             data = (config.benchmark, config.split, measures)
+            # `setdefault` returns the data of the first variant that has this step.
             if data_by_step.setdefault(step, data) != data:
                 problem = f"scores other queries or measures than variant '{cells[0].variant}'"
                 fix = "make a step of its own for each set of queries"
@@ -282,7 +311,14 @@ def _check_evaluations(grid: AblationConfig, cells: Sequence[Cell]) -> None:
 def _check_evaluation(
     num_systems: int, measures: Sequence[str], compared: Sequence[str], where: str
 ) -> None:
-    """Check that an evaluation has one system, and all measures that are compared."""
+    """Check that an evaluation has one system, and all measures that are compared.
+
+    Args:
+        num_systems: Number of systems that the evaluation ranks with.
+        measures: Measures of the evaluation.
+        compared: Measures by which variants are compared.
+        where: The step and its variant, for an error.
+    """
     if num_systems != 1:
         problem = f"an evaluation of an ablation has one system, found {num_systems}"
         fix = "give each system a step or a variant of its own"
@@ -294,10 +330,19 @@ def _check_evaluation(
 
 
 def dry_run_ablation(file: Path, overrides: Sequence[str]) -> dict[str, Any]:
-    """List what `run_ablation` would run, for `--dry-run`. Nothing is written."""
+    """List what `run_ablation` would run, for `--dry-run`. Nothing is written.
+
+    Args:
+        file: File of the grid.
+        overrides: Settings `key=value` that replace those of the file.
+
+    Returns:
+        Numbers of cells, and of runs that are not done yet.
+    """
     _, cells = read_grid(file, overrides)
     missing = set()
     for cell in cells:
+        # The state of a run says whether it is done. Cells can share a run, so `missing` is a set.
         states = {run.out: run_state(run.out) for run in cell.runs.values()}
         steps = [f"{folder.name} ({state})" for folder, state in states.items()]
         say(f"{cell}: {' → '.join(steps)}")
@@ -437,6 +482,7 @@ def make_results(
     """
     finished = [cell for cell in cells if str(cell) not in errors]
     steps = finished[0].evaluations if finished else {}
+    # An evaluation is a step that scores queries. Each has a table of its own.
     tables = [_table(grid, step, finished) for step in steps]
 
     # Holm's correction is over the differences of all tables together. Afterwards each table gets
@@ -450,6 +496,7 @@ def make_results(
 
     rows = []
     for cell in cells:
+        # Each run wrote its complete settings to a recipe in its folder.
         recipes = {step: str(run.out / RECIPE_FILE) for step, run in cell.runs.items()}
         row = {"variant": cell.variant, "seed": cell.seed, "error": errors.get(str(cell))}
         rows.append(row | {"recipes": recipes})
@@ -493,6 +540,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     # Read the scores of each variant. An evaluation that several cells share is read once.
     runs_by_variant: dict[str, list[Scores]] = {}
     for variant in grid.variants:
+        # A variant that does not use the seed has a single cell, and so a single run.
         folders = {cell.evaluations[step] for cell in cells if cell.variant == variant}
         if folders:
             runs_by_variant[variant] = [
@@ -503,7 +551,9 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     mean_scores = {variant: _mean_over_seeds(runs) for variant, runs in runs_by_variant.items()}
     systems = []
     for variant, scores in mean_scores.items():
+        # The comparison needs only the scores of each query, so the rankings are left out.
         systems.append(SystemResult(variant, scores, rankings={}))
+    # All systems must have scored the same queries. `means_of` returns means by system and measure.
     query_ids = shared_query_ids(systems)
     means = means_of(systems, query_ids, measures)
 
@@ -511,6 +561,7 @@ def _table(grid: AblationConfig, step: str, cells: Sequence[Cell]) -> Row:
     for variant, runs in runs_by_variant.items():
         row: Row = {"variant": variant, "num_runs": len(runs), "metrics": means[variant]}
         if len(runs) > 1:
+            # A standard deviation needs two values, so it needs two seeds.
             row["seed_sd"] = {name: _deviation(runs, name) for name in means[variant]}
         rows.append(row)
 

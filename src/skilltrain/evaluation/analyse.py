@@ -95,6 +95,10 @@ def run_input_analyses(config: AnalysisConfig, inputs: Inputs) -> dict[str, list
 
     They run before the systems, so that their errors show early.
 
+    Args:
+        config: Settings.
+        inputs: Systems, benchmark and skills.
+
     Raises:
         SkilltrainError: An analysis is impossible.
     """
@@ -113,13 +117,14 @@ def run_result_analyses(
     Args:
         config: Settings.
         report: Report with the rows of `run_input_analyses`.
-        stages_by_system: Rankings of each ranker of a system in order.
+        stages_by_system: For each system, the rankings of each of its rankers in order.
     """
     rows = {
         "outcomes": _neighbour_outcomes(report.results),
         "stages": stage_recalls(stages_by_system, report.benchmark),
         "latencies": latencies(stages_by_system),
     }
+    # Further analyses, such as plug-ins, may have rows of both kinds: of inputs and of results.
     for analysis in config.more:
         input_rows = report.analysis[analysis.kind]
         rows[analysis.kind] = [*input_rows, *analysis.analyse_results(report)]
@@ -127,7 +132,11 @@ def run_result_analyses(
 
 
 def _neighbour_outcomes(results: Sequence[SystemResult]) -> list[Row]:
-    """Return the outcomes of each system and the system before it; none without Hit@1."""
+    """Return the outcomes of each system and the system before it; none without Hit@1.
+
+    Args:
+        results: Rankings and scores of each system, in the order of the recipe.
+    """
     for result in results:
         for values in result.per_query.values():
             if _OUTCOME_MEASURE not in values:
@@ -139,22 +148,27 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     """Return which queries of the baseline a system fixes and breaks (SkillRouter, section 5.5.1).
 
     Args:
+        baseline: System to compare with.
+        system: System that is compared.
         measure: Measure that is 0 (wrong) or 1 (right).
 
     Returns:
-        The p-value of `sign_test`, and the query ids of each outcome.
+        The p-value of `sign_test`, and the ids of the queries that are right in both systems
+        (`both`), only in `system` (`fixed`), only in `baseline` (`broken`) or in neither.
     """
     query_ids = shared_query_ids([baseline, system])
     baseline_values = values_of(baseline, query_ids, [measure])  # [query, 1]
     system_values = values_of(system, query_ids, [measure])  # [query, 1]
     differences = system_values - baseline_values
+    # Related queries form a cluster. They count as one, so their differences are added up.
     sums_by_cluster, _ = cluster_sums(differences, baseline.clusters_of(query_ids))
     p = sign_test(sums_by_cluster[:, 0])
     row: Row = {"baseline": baseline.name, "system": system.name, "measure": measure, "p": p}
 
-    # (baseline, system)
+    # Values of baseline and system for each outcome.
     value_pairs = {"both": (1, 1), "fixed": (0, 1), "broken": (1, 0), "neither": (0, 0)}
     for outcome, (baseline_value, system_value) in value_pairs.items():
+        # True for the queries with this outcome: [query, 1].
         mask = (baseline_values == baseline_value) & (system_values == system_value)
         row[outcome] = np.array(query_ids)[mask[:, 0]].tolist()
     return row
@@ -168,9 +182,12 @@ def unserved_separation(
 ) -> dict[str, Interval]:
     """Return how well each system's best score separates served queries from unserved ones.
 
+    The value is the probability that a served query has a higher best score than an unserved query.
     The scores must be comparable between queries, as z-scores are.
 
     Args:
+        rankings_by_system: Rankings of all queries by system. A ranking holds pairs of a skill id
+            and a score, the best first.
         query_ids: Queries that a skill serves.
         unserved: Queries that no skill serves.
         seed: Seed of the bootstrap.
@@ -195,16 +212,25 @@ def stage_recalls(
 ) -> list[Row]:
     """Score each ranker of the systems that have several rankers (SkillFlow, table 3).
 
+    Such a system is a cascade: each ranker reorders the best skills of the ranker before.
+
+    Args:
+        stages_by_system: For each system, a stage for each of its rankers, in order. A stage holds
+            the ranking of each query, and the number of skills passed on.
+        benchmark: Tasks with their gold skills (the skills that a task needs).
+
     Returns:
-        A row for each ranker. `num_passed` is the number of skills that the next ranker reads.
+        A row for each ranker: means of measures at several cutoffs, and `num_passed`, the number of
+        skills that the next ranker reads.
     """
     rows = []
     for system, stages in stages_by_system.items():
         if len(stages) == 1:
-            continue
+            continue  # the main table has the scores of a single ranker
         for number, stage in enumerate(stages, 1):
             lengths = [len(ranking) for ranking in stage.rankings.values()]
-            longest = max([1, *lengths])
+            longest = max([1, *lengths])  # at least 1, because a cutoff of 0 has no recall
+            # Without a number (0 or None), the next ranker reads whole rankings.
             num_passed = longest
             if stage.num_passed:
                 num_passed = min(stage.num_passed, longest)
@@ -221,15 +247,19 @@ def _stage_means(
     """Return the mean of each measure over the queries for one ranker.
 
     Args:
+        stage: Rankings of the ranker.
+        benchmark: Tasks with their gold skills.
         longest: Length of the longest ranking.
         num_passed: Number of skills that the next ranker reads.
     """
     cutoffs = {k for k in STAGE_CUTOFFS if k <= longest}
+    # The recall at `num_passed` is the highest that later rankers can reach.
     cutoffs.add(num_passed)
     measures = [Measure("Recall", k) for k in sorted(cutoffs)]
     measures += [Measure("Precision", k) for k in sorted(cutoffs)]
     measures += [Measure("MRR", longest), Measure("Hit", num_passed)]
 
+    # Treat the ranker as a system, to get its means with intervals.
     scores = per_query(stage.skill_ids(), benchmark.relevances, measures)
     result = SystemResult(stage.name, scores, rankings={}, clusters=benchmark.clusters)
     means = means_of([result], list(benchmark.relevances), list(map(str, measures)))
@@ -239,7 +269,11 @@ def _stage_means(
 def latencies(stages_by_system: Mapping[str, Sequence[RankedStage]]) -> list[Row]:
     """Return the latency of each ranker that was timed and, if all were, of the whole system.
 
-    The row of a whole system has the stage `total`.
+    Args:
+        stages_by_system: For each system, a stage for each of its rankers, in order.
+
+    Returns:
+        Rows of `_latency_row`. The row of a whole system has the stage `total`.
     """
     rows = []
     for system, stages in stages_by_system.items():
@@ -256,10 +290,17 @@ def latencies(stages_by_system: Mapping[str, Sequence[RankedStage]]) -> list[Row
 def _latency_row(system: str, name: str, stages: Sequence[RankedStage]) -> Row:
     """Return the latency of rankers that run one after the other.
 
+    Args:
+        system: Name of the system.
+        name: Name of the row: its key `stage`.
+        stages: One stage for each ranker.
+
     Returns:
-        A row: `mean`, `p50` and `p95` in seconds per query, `qps` in queries per second,
-        `gpu_seconds` for 1,000 queries.
+        A row. `mean`, `p50` and `p95` are seconds of a query that was ranked alone. `qps` is the
+        number of queries per second, and `num` the number of queries. `gpu_gib` is the peak GPU
+        memory, and `gpu_seconds` the GPU time of 1,000 queries. Both are None without a GPU.
     """
+    # Add up the times of the rankers for each query.
     seconds = np.sum([stage.latencies for stage in stages], axis=0)  # [query]
     mean = float(seconds.mean())
     p50, p95 = np.quantile(seconds, (0.5, 0.95)).tolist()
@@ -269,6 +310,7 @@ def _latency_row(system: str, name: str, stages: Sequence[RankedStage]) -> Row:
 
     gpu_stages = [stage for stage in stages if stage.gpu_bytes]
     if gpu_stages:
+        # Rankers run one after the other. So times add up, but memory is the highest of them.
         seconds_per_query = sum(float(np.mean(stage.latencies)) for stage in gpu_stages)
         row["gpu_gib"] = max(stage.gpu_bytes for stage in gpu_stages) / 2**30
         row["gpu_seconds"] = 1000 * seconds_per_query
@@ -278,20 +320,29 @@ def _latency_row(system: str, name: str, stages: Sequence[RankedStage]) -> Row:
 def truncation(config: EncoderConfig | RerankConfig, skills: Sequence[Skill]) -> Row:
     """Return the share of skills that a model sees whole (SkillFlow, figure 6).
 
-    Neither the template's limits of characters nor `max_tokens` cut such a skill.
+    The template shows some fields of a skill. The model sees the skill whole if neither a limit of
+    characters in the template nor `max_tokens` cuts these fields. A reranker reads the skill with a
+    query, which counts as empty here.
+
+    Args:
+        config: Settings of an encoder or a reranker.
+        skills: Skills to count.
     """
     if isinstance(config, RerankConfig):
         pair_tokenizer = load_reranker(config, default_device()).pair_tokenizer
         template = pair_tokenizer.template.skill
         tokenizer = pair_tokenizer.text
+        # `num_fixed` counts the tokens of the frame around query and skill.
         max_skill_tokens = pair_tokenizer.settings.max_tokens - pair_tokenizer.num_fixed
     else:
         encoder = load_encoder(config, default_device())
         template = encoder.settings.template.skill
         tokenizer = encoder.text_tokenizer
+        # The tokens of an empty text are the special tokens, which the model adds to every text.
         special_tokens = encoder.tokenize([""], max_tokens=_MAX_SPECIAL_TOKENS)[0]
         max_skill_tokens = encoder.settings.max_tokens - len(special_tokens)
 
+    # A skill that looks the same in a template without limits was not cut by characters.
     no_limits = {"description_chars": _NO_LIMIT, "body_chars": _NO_LIMIT}
     whole_template = template.model_copy(update=no_limits)
     num_whole = 0

@@ -76,6 +76,11 @@ def estimate_ranking(
 ) -> dict[str, Any]:
     """Estimate the work and the cost of ranking, for `--dry-run`. Sends nothing.
 
+    Args:
+        systems: Systems to run.
+        queries: Queries to rank.
+        skills: Skills of the pool.
+
     Returns:
         Counts. If chat models or embeddings servers take part, also their costs by system and
         ranker (`asked`), and the sum in dollars, which is None if a price is not known.
@@ -94,6 +99,7 @@ def estimate_ranking(
             if ranker.key in counted_keys and not ranker.asks_chat_model:
                 continue
             counted_keys.add(ranker.key)
+            # A ranker that runs on this machine costs nothing, and returns None.
             cost = ranker.dry_run(queries, skills)
             if cost is None:
                 continue
@@ -107,6 +113,7 @@ def estimate_ranking(
             dollars.append(cost["dollars"])
     if not costs_by_system:
         return counts
+    # `dollars` holds None for a model whose price is not known.
     total = None if None in dollars else round(sum(dollars), 6)
     return counts | {"asked": costs_by_system, "dollars": total}
 
@@ -219,15 +226,19 @@ def member_scores(
     Raises:
         SkilltrainError: A skill gets no score, or a score that is no number.
     """
+    # The given skills are the candidates of the first ranker. They have no scores yet, so all get
+    # 0.
     candidates: Rankings = {}
     for query_id, skill_ids in members.items():
         candidates[query_id] = [(skill_id, 0.0) for skill_id in skill_ids]
     max_skills = max(map(len, members.values()))
+    # A ranker keeps only its best skills. Let it keep as many as the longest list has.
     keeping_rankers = [ranker.with_keep(max_skills) for ranker in rankers]
     rankings = run_rankers(keeping_rankers, queries, candidates, OpenRankers(skills))
 
     scores = {}
     for query_id, skill_ids in members.items():
+        # The last ranker gives the final ranking: pairs of a skill id and a score.
         score_by_id = dict(rankings[query_id])
         for skill_id in skill_ids:
             score = score_by_id.get(skill_id)

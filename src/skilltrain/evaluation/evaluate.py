@@ -151,6 +151,7 @@ class Evaluate(Stage):
 
     def run(self, out: Path) -> Summary:
         """Write the report and the rankings, print a table, and return the means."""
+        # Load the benchmark, the pools and the predictions, and analyse what needs no ranking.
         data = _load(self)
         systems = self.selected_systems
         check_systems(systems)  # before the analyses, which may take long
@@ -168,6 +169,7 @@ class Evaluate(Stage):
                 system: results[-1].rankings for system, results in results_by_system.items()
             }
             seed = self.bootstrap_seed
+            # Can a system's scores tell queries that no skill serves from the others?
             separations = unserved_separation(final_rankings, query_ids, unserved, seed)
             analysis["unserved"] = separations
             notes += _unserved_notes(separations, len(query_ids), len(unserved))
@@ -181,6 +183,7 @@ class Evaluate(Stage):
             all_results += results
             ranked_ids[system] = results[-1].skill_ids()
         if all_results:
+            # RANKINGS has the result of every ranker, not only of the last one.
             rankings = {result.name: result.rankings for result in all_results}
             write_table(rankings_table(rankings), RANKINGS, out)
 
@@ -242,21 +245,28 @@ class _Data(NamedTuple):
 def _load(config: Evaluate) -> _Data:
     """Load the inputs, and check them before anything is ranked.
 
+    Args:
+        config: Settings.
+
     Raises:
         SkilltrainError: There is nothing to score or no pool to rank, the pool lacks a gold skill,
             or predictions do not fit the benchmark.
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     _check_has_work(config, benchmark)
+    # Without the setting `pool`, the pool of the benchmark itself is ranked.
     skills = None if config.pool is None else read_pool(config.pool)
     pools = []
     tiers = []
     skills_by_id = {}
+    # Each tier is ranked over one pool: its own, or the given pool with the tier's gold skills
+    # added. A benchmark without tiers counts as its only tier.
     for tier in benchmark.tiers_or_self:
         pool = {skill.skill_id: skill for skill in tier.pool}
         if skills is not None:
             pool = tier.with_gold(skills)
         pools.append(pool)
+        # `check_pool` needs a pool. Predictions can also be scored without a pool.
         tiers.append(check_pool(tier, pool.keys()) if pool else tier)
         skills_by_id |= pool
     benchmark = join_tiers(tiers)
@@ -268,7 +278,12 @@ def _load(config: Evaluate) -> _Data:
 
 
 def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
-    """Check that there is something to score, and that systems have pools to rank."""
+    """Check that there is something to score, and that systems have pools to rank.
+
+    Args:
+        config: Settings.
+        benchmark: Tasks, with the pool of each tier if the benchmark has one.
+    """
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
@@ -290,6 +305,8 @@ def _add_near_duplicates(
     if not skills:
         problem = "near-duplicates are found by texts of skills, and there is no pool"
         raise SkilltrainError("missing-pool", problem, where="clusters", fix="give pool=…")
+    # Skills whose copies are needed: gold skills, and alternatives, which can take the place of a
+    # gold skill.
     needed_ids = []
     for task in benchmark.tasks:
         needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
@@ -303,13 +320,17 @@ def _rank(
     """Rank the queries of each tier over the pool of this tier.
 
     Args:
+        config: Settings.
+        data: Benchmark and pools.
         unserved: Queries that no skill serves, ranked over the first pool.
 
     Returns:
-        Rankings by system, and counts of the chat models by ranker.
+        The rankings of each ranker by system, and the counts of each ranker that asks a chat model.
+        The key of the counts is the name of the ranker, or `RANKER, TIER` if there are tiers.
     """
     stages_by_system = {}
     chat_counts = {}
+    # Rankings are at least as long as the largest cutoff of a measure, such as 10 for `Hit@10`.
     cutoffs = [measure.cutoff for measure in config.scored]
     depth = max([config.depth, *cutoffs])
     num_timed = config.analysis.num_timed
@@ -319,13 +340,14 @@ def _rank(
             queries.extend(unserved)
         tier_suffix = f", {tier.name}" if data.benchmark.tiers else ""
         ranked = run_systems(
-            config.selected_systems, queries, list(pool.values()), depth, num_timed
+            config.selected_systems, queries, list(pool.values()), depth, num_timed=num_timed
         )
 
         for system, stages in ranked.items():
             for stage in stages:
                 if stage.counts:
                     chat_counts[f"{stage.name}{tier_suffix}"] = stage.counts
+            # The same rankers have ranked the queries of earlier tiers, so join both.
             if system in stages_by_system:
                 pairs = zip(stages_by_system[system], stages, strict=True)
                 stages = [earlier.joined(later) for earlier, later in pairs]
@@ -336,13 +358,23 @@ def _rank(
 def _read_predictions(
     config: Evaluate, benchmark: Benchmark, pool: Container[str]
 ) -> dict[str, Predictions]:
-    """Read all files of predictions. A file's name is the name of a system."""
+    """Read all files of predictions. A file's name is the name of a system.
+
+    Args:
+        config: Settings.
+        benchmark: Tasks.
+        pool: Skill ids that may be predicted. An empty pool allows all.
+
+    Returns:
+        Ranked skill ids by query id, for each file by its name.
+    """
     names = {system.name for system in config.systems}
     predictions = {}
     for file in config.predictions:
         if file.stem in names:
             problem = f"another system is called '{file.stem}' as well"
             raise SkilltrainError("repeated-name", problem, where=file, fix="rename it")
+        # The name of a file names a system, so all names must differ.
         names.add(file.stem)
         predictions[file.stem] = _read_prediction_file(file, benchmark, pool)
     return predictions
@@ -364,6 +396,7 @@ def _read_prediction_file(file: Path, benchmark: Benchmark, pool: Container[str]
         _check_prediction(ranking, pool, f"{file}, query {query_id}")
     _check_query_ids(list(values), benchmark, file)
 
+    # Predictions for other splits of the benchmark are ignored.
     scored_ids = list(benchmark.relevances)
     predictions = {query_id: values[query_id] for query_id in scored_ids if query_id in values}
     if not predictions:
@@ -384,7 +417,14 @@ def _warn_of_missing(predicted_ids: Container[str], query_ids: Sequence[str], fi
 
 
 def _check_query_ids(query_ids: Sequence[str], benchmark: Benchmark, file: Path) -> None:
-    """Check that all predicted queries are in the benchmark, scored or not."""
+    """Check that all predicted queries are in the benchmark, scored or not.
+
+    Args:
+        query_ids: Ids of the predicted queries.
+        benchmark: Tasks.
+        file: File of the predictions, for an error.
+    """
+    # `unscored` has the ids of queries that the benchmark holds, but does not score here.
     benchmark_ids = benchmark.unscored.union(benchmark.relevances)
     unknown_ids = [query_id for query_id in query_ids if query_id not in benchmark_ids]
     if unknown_ids:
@@ -401,6 +441,11 @@ def _check_prediction(ranking: Any, pool: Container[str], where: str) -> None:
     """Check that a prediction is a list of distinct skill ids of the pool.
 
     An empty pool allows all skill ids.
+
+    Args:
+        ranking: Value of a query in the file.
+        pool: Skill ids that may be predicted.
+        where: File and query, for an error.
     """
     is_valid = isinstance(ranking, list) and all(item and isinstance(item, str) for item in ranking)
     if not is_valid:
@@ -431,25 +476,35 @@ def _report(
     """Score rankings, and make the report.
 
     Args:
+        config: Settings.
+        benchmark: Tasks to score.
         ranked_ids: Ranked skill ids by system and query id.
         skills: Skills by id, for their names.
         notes: Sentences for the report.
-        provenance: What was evaluated, by title.
+        provenance: What was evaluated, by title, such as `Pool`.
     """
     results = []
     for name, rankings in ranked_ids.items():
         values = per_query(rankings, benchmark.relevances, config.scored)
         clusters = benchmark.clusters
         results.append(SystemResult(name, values, rankings, clusters, config.bootstrap_seed))
+    # P-values are corrected as if all systems of the settings had run, also those left out by
+    # `only`.
     planned = [system.name for system in config.systems]
     planned += [file.stem for file in config.predictions]
-    return build_report(benchmark, results, config.scored, skills, notes, provenance, planned)
+    return build_report(
+        benchmark, results, config.scored, skills, notes, provenance, planned=planned
+    )
 
 
 def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
     """Return what was evaluated, by title: benchmark, pool, models, date and version.
 
     Folders are given by name, so that the report does not depend on where they are.
+
+    Args:
+        config: Settings.
+        num_skills: Number of skills of all pools.
     """
     pool = "of the benchmark" if config.pool is None else config.pool.resolve().name
     split = f", split {config.split}" if config.split else ""
@@ -460,8 +515,11 @@ def _provenance(config: Evaluate, num_skills: int) -> dict[str, str]:
     for system in config.selected_systems:
         models = []
         for ranker in flatten_rankers(system.rankers):
+            # A model runs on a server or on this machine. Some rankers, such as `lexical`, have no
+            # model.
             model = ranker.server.model if ranker.server else ranker.model_source
             if model:
+                # Of a local model, only the name of its folder is shown.
                 path = Path(model)
                 models.append(path.name if path.exists() else model)
         if models:
@@ -500,9 +558,13 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
     They say for how many queries a model gave no usable answer, and how many skills each filter
     accepted.
+
+    Args:
+        chat_counts: Counts of each ranker by its name.
     """
     notes = []
     for name, counts in chat_counts.items():
+        # An answer is unusable if it is, for example, malformed or a refusal.
         num_unusable = counts.get("num_unusable")
         if num_unusable:
             reasons = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
@@ -510,6 +572,8 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 f"{name}: the chat model gave no usable answer for {num_unusable} of "
                 f"{counts['num_asked']} queries ({reasons}). They were ranked without it."
             )
+        # A ranker of SkillFlow asks a chat model which skills to accept, in the filters `relevancy`
+        # and `specificity`.
         for filter_name, (num_accepted, num_judged) in counts.get("accepted", {}).items():
             if num_judged:
                 share = num_accepted / num_judged

@@ -206,9 +206,10 @@ def page_values(
         pool: Pool to use instead of the pool of the trail.
         max_lists: Number of lists in the sample.
     """
-    # Texts of skills and queries.
+    # Texts of skills and queries. The first pool of the trail is the pool of the newest run.
     pools = trail.inputs["pool"][:1] if pool is None else [pool]
     skills = {row["skill_id"]: Skill(**row) for row in _read_rows(pools, SKILLS)}
+    # The folder of the lists may also hold queries.
     queries = _read_rows([*trail.inputs["queries"], trail.folder], QUERIES)
     texts = {row["query_id"]: row["text"] for row in queries}
     _note_missing_texts(trail, has_skills=bool(skills), has_queries=bool(texts))
@@ -224,6 +225,7 @@ def page_values(
     for (stage, filter_name), candidates in drops.items():
         if stage == "filter":
             filter_drops[filter_name] = candidates
+    # Quotas say how many negatives a list gets from each source. The newest run with quotas counts.
     all_quotas = (run.recipe["quotas"] for run in trail.runs if run.recipe.get("quotas"))
 
     # Check every list.
@@ -263,7 +265,11 @@ def _note_missing_texts(trail: Trail, has_skills: bool, has_queries: bool) -> No
 
 
 def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
-    """Return the dropped rows by stage and filter, beginning with the oldest run."""
+    """Return the dropped rows by stage and filter, beginning with the oldest run.
+
+    Args:
+        trail: Runs that led to the lists, the newest first.
+    """
     drops = {}
     for run in reversed(trail.runs):
         for row in _read_rows([run.folder], DROPPED):
@@ -272,11 +278,16 @@ def _read_drops(trail: Trail) -> dict[tuple[str, str], list[Dropped]]:
 
 
 def _sample_drops(drops_by_filter: Mapping[str, Sequence[Dropped]]) -> list[Dropped]:
-    """Sample the dropped candidates of each filter, and sort them by value: close calls first."""
+    """Sample the dropped candidates of each filter, and sort them by value: close calls first.
+
+    Args:
+        drops_by_filter: Dropped candidates by the name of the filter.
+    """
     sample = []
     for name, drops in drops_by_filter.items():
         # Several sources may have mined the same candidate.
         unique = {(drop.query_id, drop.skill_id): drop for drop in drops}
+        # The name of the filter is the seed of the sample.
         filter_sample = _sample(list(unique.values()), NUM_PER_FILTER, name)
         sample += sorted(filter_sample, key=lambda drop: drop.value or 0.0)
     return sample
@@ -286,9 +297,13 @@ def _count_by_source(runs: Sequence[Run]) -> Counter[str] | None:
     """Count the candidates of the first run by source; None without a run.
 
     Only one column is read, because the table may have millions of rows.
+
+    Args:
+        runs: Runs that wrote RANKINGS, the newest first.
     """
     if not runs:
         return None
+    # The column `stage` of RANKINGS names the source of a candidate.
     table = pq.read_table(table_path(runs[0].folder, RANKINGS), columns=["stage"])
     counts = table.column("stage").value_counts().to_pylist()
     return Counter({row["values"]: row["counts"] for row in counts})
@@ -299,6 +314,7 @@ def _count_negatives(rows: Iterable[Mapping[str, Any]]) -> Counter[str]:
     counts = Counter()
     for row in rows:
         for source, verdict in zip(row["sources"], row["verdicts"], strict=True):
+            # POSITIVE holds the verdicts of skills that a query can use.
             if verdict not in POSITIVE:
                 counts[source] += 1
     return counts
@@ -308,11 +324,15 @@ def _first_positives(rows: Iterable[Mapping[str, Any]]) -> dict[str, str]:
     """Return the id of the first positive of each list by query id.
 
     It need not be the first skill: a list for a reranker may begin with negatives.
+
+    Args:
+        rows: Rows of LISTS.
     """
     positives = {}
     for row in rows:
         for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
             if verdict in POSITIVE:
+                # `setdefault` keeps the first positive of the list.
                 positives.setdefault(row["query_id"], skill_id)
     return positives
 
@@ -345,6 +365,7 @@ def _check_lists(
         for check, skill_ids in check_list(row, text, skills, clusters).items():
             findings.setdefault(check, {})[query_id] = skill_ids
         if texts and not text:
+            # This check concerns the whole list, so it names no skill.
             findings.setdefault("no_query_text", {})[query_id] = set()
     return findings
 
@@ -368,6 +389,7 @@ def check_list(
     """
     positives = []
     negatives = []
+    # A verdict says how well a skill serves the query. POSITIVE holds the good verdicts.
     for skill_id, verdict in zip(row["skill_ids"], row["verdicts"], strict=True):
         if skill_id not in skills:
             continue
@@ -378,6 +400,8 @@ def check_list(
 
     findings: dict[str, set[str]] = {}
     for check, is_suspect in POSITIVE_CHECKS.items():
+        # `is_suspect` returns True if the positive fails the check. For example, the query names
+        # the skill.
         findings[check] = {skill.skill_id for skill in positives if is_suspect(text, skill)}
 
     # A negative must not share a property with a positive, such as its name or its cluster. Skills
@@ -392,4 +416,5 @@ def check_list(
 
     if skills:  # the pool is known
         findings["not_in_pool"] = set(row["skill_ids"]) - skills.keys()
+    # Leave out the checks that no skill failed.
     return {check: skill_ids for check, skill_ids in findings.items() if skill_ids}

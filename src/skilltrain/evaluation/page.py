@@ -30,6 +30,8 @@ def html_page(name: str, /, **values: Any) -> str:
     """Render the template `name` as a page that contains the shared style sheet and script."""
     style = (_TEMPLATES / "page.css").read_text("utf-8")
     script = (_TEMPLATES / "page.js").read_text("utf-8")
+    # This Content-Security-Policy forbids everything except the page's own style, script and
+    # images.
     policy = "default-src 'none'; img-src data:; base-uri 'none'; form-action 'none'"
     policy += f"; style-src {_csp_hash(style)}; script-src {_csp_hash(script)}"
     template = _environment(markdown=False).get_template(f"{name}.html.j2")
@@ -54,7 +56,11 @@ def cell(value: object) -> str:
 
 @cache
 def _environment(markdown: bool) -> Environment:
-    """Return the Jinja environment for Markdown documents or for HTML pages."""
+    """Return the Jinja environment for Markdown documents or for HTML pages.
+
+    Args:
+        markdown: Whether the documents are Markdown; otherwise they are HTML pages.
+    """
     # Jinja itself escapes HTML. `visible` only replaces characters that nobody can see.
     escape = escape_markdown if markdown else visible
 
@@ -63,6 +69,8 @@ def _environment(markdown: bool) -> Environment:
         is_plain_text = isinstance(value, str) and not isinstance(value, Markup)
         return escape(value) if is_plain_text else value
 
+    # StrictUndefined makes a missing variable an error. `finalize` is called for each printed
+    # value.
     environment = Environment(
         loader=PackageLoader("skilltrain.evaluation"),
         autoescape=not markdown,
@@ -207,6 +215,7 @@ class Axis:
         """Return the position of a value in percent of the axis, limited to its ends."""
         low = self.ticks[0]
         high = self.ticks[-1]
+        # Values outside of the axis are drawn at its ends.
         value = min(max(value, low), high)
         if self.logarithmic:
             return 100 * math.log(value / low) / math.log(high / low)
@@ -232,8 +241,13 @@ def axis_around(middle: float, values: Sequence[float]) -> Axis:
     """Return the smallest axis with `middle` at its centre that contains all values.
 
     The axis reaches at most 1 to either side. Values beyond it are drawn at its ends.
+
+    Args:
+        middle: Value at the centre of the axis.
+        values: Values to plot, at least one.
     """
     distance = max(abs(value - middle) for value in values)
+    # Take the smallest margin with room for all values. If there is none, take the largest margin.
     large_enough = [margin for margin in _MARGINS if distance <= margin + _TOLERANCE]
     margin = large_enough[0] if large_enough else _MARGINS[-1]
     return Axis((round(middle - margin, 2), middle, round(middle + margin, 2)))

@@ -102,12 +102,19 @@ class Report:
 
     @cached_property
     def first_ranks(self) -> dict[str, dict[str, int | None]]:
-        """Rank of the first gold skill or alternative by system and query id; None without one."""
+        """Rank of the first gold skill of each query, by system and query id.
+
+        A gold skill is a skill that the query needs. Ranks count from 1. The rank is None if the
+        ranking has no gold skill.
+        """
         ranks = {}
         for result in self.results:
             ranks[result.name] = {}
             for query_id in self.tasks:
+                # A query without an answer has an empty ranking.
                 ranking = result.rankings.get(query_id, ())
+                # Some gold skills have alternatives. An alternative that is ranked higher than the
+                # gold skill replaces the gold skill.
                 gold = self.relevance_for(query_id, ranking).gold
                 gold_ranks = [rank for rank, skill_id in enumerate(ranking, 1) if skill_id in gold]
                 ranks[result.name][query_id] = gold_ranks[0] if gold_ranks else None
@@ -139,15 +146,19 @@ class Report:
         It also names the systems whose difference to this system is not significant.
         """
         measure = self.chief_measure
+        # The mean of each system: by the chief measure, over all queries.
         means = {name: row[measure] for name, row in self.overall.means.items() if measure in row}
         if not means:
             return f"No query has a value of {measure}."
+        # Of systems with equal means, the first system counts as the best.
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
         if self.overall.has_equal_means(measure):
             return f"All systems have the same {measure}, {means[best]}."
 
+        # A reading says whether the difference to another system is significant. Only some pairs of
+        # systems are compared.
         readings = self._readings(best, measure)
         similar = [system for system, reading in readings.items() if reading == "not told apart"]
         sentence = f"{best} has the highest mean {measure}, {means[best]}"
@@ -161,6 +172,10 @@ class Report:
         """Return the readings of all comparisons with one system, by the other system.
 
         A reading is `above`, `below` or `not told apart`.
+
+        Args:
+            system: Name of the system.
+            measure: Name of the measure.
         """
         readings = {}
         for comparison in self.comparisons:
@@ -180,7 +195,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
-        # An analysis that did not run is empty.
+        # An analysis that did not run is empty: a list of no rows or, for `unserved`, a map.
         analysis = {kind: [] for kind in ANALYSES} | {"unserved": {}, **self.analysis}
         return to_jsonable_python(
             {
@@ -223,17 +238,26 @@ def build_report(
 ) -> Report:
     """Compute the means with 95% intervals, overall and by slice, and compare the systems.
 
+    Each system is compared with the first system and with its predecessor. Comparisons are by the
+    `measures` that are in COMPARED, or by the first measure if there are none.
+
     Args:
-        skills: Skills by id.
+        benchmark: Tasks that were scored.
+        results: Rankings and values of each system.
+        measures: Measures that the report shows.
+        skills: Skills by id, for their names.
+        notes: Sentences that a reader must know.
         provenance: What was evaluated, by title.
         planned: Names of all systems of the table, if only some of them have results. P-values are
             corrected as if all had some.
     """
     names = tuple(map(str, measures))
     labels = labels_of(benchmark.tasks, skills)
+    # A slice is the queries with the same value of a label, such as the kind `multi`.
     slices = means_by_slice(results, labels, names)
     systems = [result.name for result in results]
     planned_pairs = _compared_pairs(planned or systems)
+    # Only systems with results can be compared.
     pairs = [pair for pair in planned_pairs if set(pair) <= set(systems)]
     compared = [name for name in names if name in COMPARED] or [names[0]]
     return Report(
@@ -242,7 +266,7 @@ def build_report(
         names,
         tuple(results),
         slices,
-        comparisons=compare(results, pairs, compared, len(planned_pairs)),
+        comparisons=compare(results, pairs, compared, num_pairs=len(planned_pairs)),
         gaps=description_length_gaps(results, slices, compared[0]),
         notes=tuple(notes),
         provenance=provenance or {},

@@ -54,6 +54,10 @@ def write_per_query(report: Report, file: Path) -> None:
     """Write one row per system and query: the query's kind, and its value of each measure.
 
     Measures without a value for the query are left out.
+
+    Args:
+        report: The report.
+        file: JSON Lines file to write.
     """
     rows = []
     for result in report.results:
@@ -73,6 +77,7 @@ def report_markdown(report: Report) -> str:
 
 def report_page(report: Report) -> str:
     """Return the report as one HTML page."""
+    # Queries for which no system has a gold skill on rank 1.
     failed_ids = [query_id for query_id in report.tasks if 1 not in _first_ranks(report, query_id)]
     return html_page(
         "evaluation",
@@ -82,8 +87,8 @@ def report_page(report: Report) -> str:
         curve=_recall_curve(report),
         latency_plot=_latency_plot(report),
         axes=_axes(report),
-        layer_plot=_layer_plot,  # the template calls it
-        fields=FIELDS_SEEN["full"],
+        layer_plot=_layer_plot,  # a function, which the template calls for each model
+        fields=FIELDS_SEEN["full"],  # name, description and body of a skill
         max_cases=_MAX_CASES,
         max_queries=_MAX_QUERIES,
     )
@@ -91,8 +96,9 @@ def report_page(report: Report) -> str:
 
 def _common_values(report: Report) -> dict[str, Any]:
     """Return the variables that the templates of the page and of the Markdown file share."""
-    # Templates expect every kind.
+    # The templates expect rows of every known analysis, also of those that did not run.
     analysis = {**dict.fromkeys(ANALYSES, ()), **report.analysis}
+    # Known analyses have parts of their own in the templates. Plug-ins add other analyses.
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
     return {
         "report": report,
@@ -133,6 +139,7 @@ def _hardest_first(report: Report) -> list[str]:
         ranks = _first_ranks(report, query_id)
         is_solved = 1 in ranks
         reciprocal_ranks = [1 / rank for rank in ranks if rank is not None]
+        # False sorts before True. The query id decides between equally hard queries.
         return is_solved, sum(reciprocal_ranks), query_id
 
     return sorted(report.tasks, key=sort_key)
@@ -160,6 +167,7 @@ def _recall_curve(report: Report) -> RecallCurve | None:
     """
     rankings = chain.from_iterable(result.rankings.values() for result in report.results)
     max_length = max(map(len, rankings), default=0)
+    # A cutoff is the number of best candidates that count. The curve has a point for each cutoff.
     cutoffs = [k for k in _CURVE_CUTOFFS if k <= max_length]
     if len(cutoffs) < 2:  # a line needs two points
         return None
@@ -173,8 +181,10 @@ def _recall_curve(report: Report) -> RecallCurve | None:
         values = per_query(result.rankings, report.benchmark.relevances, measures).values()
         points = []
         for measure in measures:
+            # Average the recall over all queries.
             recall = fmean(row[str(measure)] for row in values)
             points.append((axis.position(measure.cutoff), 100 * recall))
+            # The last assignment of the loop remains: the recall at the largest cutoff.
             curve.last_by_system[result.name] = recall
         curve.points_by_system[result.name] = points
     return curve
@@ -196,6 +206,7 @@ def _latency_plot(report: Report) -> LatencyPlot | None:
     """
     latencies = {}
     for row in report.analysis.get("latencies", ()):
+        # The row `total` is the latency of all rankers of a system together. `p50` is its median.
         if row["stage"] == "total" and row["p50"] > 0:
             latencies[row["system"]] = row
 
@@ -221,6 +232,8 @@ def _axes(report: Report) -> dict[str, Axis]:
 
     pass_rates = report.analysis.get("pass_rates")
     if pass_rates:
+        # Shares of tasks that agents solve: without skills, with gold skills, and estimates for the
+        # skills that each system finds.
         values = []
         for row in pass_rates:
             values += [row["without_skills"], row["with_gold"]]
@@ -229,6 +242,7 @@ def _axes(report: Report) -> dict[str, Axis]:
 
     structure = report.analysis.get("structure")
     if structure:
+        # An effect of 0.5 means that gold skills and other skills do not differ.
         axes["structure"] = axis_around(0.5, [feature["effect"] for feature in structure])
     return axes
 
@@ -254,13 +268,14 @@ def _layer_plot(model: Row) -> LayerPlot:
     layers = model["layers"]
     last_layer = len(layers) - 1
     if last_layer == 0:
-        layers = layers * 2
-    step = 100 / (len(layers) - 1)  # percent
+        layers = layers * 2  # a line needs two points
+    step = 100 / (len(layers) - 1)  # percent of the width between two layers
     points = {}
     for field in ("name", "description", "body"):
         points[field] = [(step * n, 100 * layer[field]) for n, layer in enumerate(layers)]
 
-    # First, last, and three between.
+    # Number the first layer, the last layer, and three layers between them. If there are fewer than
+    # five layers, some of these are the same.
     numbered_layers = sorted({quarter * last_layer // 4 for quarter in range(5)})
     ticks = [(step * n, n + 1) for n in numbered_layers]
     return LayerPlot(points, ticks)
@@ -305,25 +320,43 @@ def _column_groups(report: Report, print_groups: bool) -> list[list[Column]]:
 
 
 def _table(columns: Sequence[Column], measures: Sequence[str]) -> Table:
-    """Return a table with a row for each measure and a column for each slice and system."""
+    """Return a table with a row for each measure and a column for each slice and system.
+
+    Args:
+        columns: Pairs of a slice and a system's name. A slice holds the means over the queries that
+            have the same value of a label.
+        measures: Names of the measures, such as `nDCG@10`.
+    """
     table = Table(pad_edge=False)
-    table.add_column(no_wrap=True)
-    text_width = _CELL_WIDTH - 3  # without padding and border
+    table.add_column(no_wrap=True)  # the measures' names
+
+    # Of a cell's width, a space on both sides and the line between two columns take 3 characters.
+    text_width = _CELL_WIDTH - 3
     for query_slice, system in columns:
+        # Two lines: the system's name, then the slice's value and its number of queries.
         head = f"{printable(system)}\n{query_slice.value}, n = {len(query_slice.query_ids)}"
         table.add_column(head, justify="right", overflow="fold", max_width=text_width)
     for measure in measures:
         cells = [_cell(query_slice, system, measure) for query_slice, system in columns]
+        # Put the words of a long name on lines of their own, to save width.
         table.add_row(measure.replace(" ", "\n"), *cells)
     return table
 
 
 def _cell(query_slice: SliceMeans, system: str, measure: str) -> Text:
-    """Format a mean, its interval, and the number of queries if some have no value."""
+    """Format a mean, its interval, and the number of queries if some have no value.
+
+    Args:
+        query_slice: Queries, and their means by system and measure.
+        system: Name of the system.
+        measure: Name of the measure.
+    """
     value = query_slice.means[system].get(measure)
+    # No query of the slice has a value of this measure.
     if value is None:
         return Text("–", style="dim")
     is_best = system in query_slice.best(measure)
+    # `value.n` is the number of queries that have a value.
     is_partly_defined = value.n < len(query_slice.query_ids)
     count = f"\nn = {value.n}" if is_partly_defined else ""
     mean = Text(compact(value.mean, 3), style="bold" if is_best else "")

@@ -56,18 +56,23 @@ def read_bundled_files(folder: Path, *, hidden: bool = False) -> tuple[list[Bund
     num_omitted = 0
     for path in bundled_paths(folder, hidden):
         try:
+            # Links may lead out of the skill's folder, so they are not followed.
             if path.is_symlink() or not path.is_file():
                 continue
             size = path.stat().st_size
+            # Count a file beyond the limits. A smaller file after it may still fit.
             if len(files) == MAX_FILES or num_bytes + size > MAX_BYTES:
                 num_omitted += 1
                 continue
             content = path.read_bytes()
         except OSError:
+            # The file cannot be read, for example for lack of permission.
             num_omitted += 1
             continue
         num_bytes += size
-        files.append(BundledFile(path.relative_to(folder), content, os.access(path, os.X_OK)))
+        files.append(
+            BundledFile(path.relative_to(folder), content, is_executable=os.access(path, os.X_OK))
+        )
     return files, num_omitted
 
 
@@ -78,6 +83,7 @@ def read_front_matter(folder: Path) -> BundledFile:
     """
     file = folder / SKILL_FILE
     text = file.read_text("utf-8", "replace") if file.is_file() else ""
+    # The second value is the body, which is not needed here.
     fields, _ = split_header(text)
     known_keys = ("name", "description")
     other_fields = {key: value for key, value in fields.items() if key not in known_keys}

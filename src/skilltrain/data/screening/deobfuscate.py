@@ -46,6 +46,11 @@ class MappedText(NamedTuple):
 def deobfuscate(program: str) -> MappedText:
     """Write out the hidden texts of a program.
 
+    For example, `a = "cu" + "rl"` becomes `a = "curl"`.
+
+    Args:
+        program: Code in any programming language.
+
     Returns:
         The new program, with the position in the old program of each character.
     """
@@ -63,12 +68,14 @@ def deobfuscate(program: str) -> MappedText:
 
     # Fill `values`. A variable may be used above its assignment, for example in a function.
     for assignment in _ASSIGNMENT.finditer(program):
+        # The code that this returns is not needed here.
         _remember_assignment(assignment, values)
 
     # Run all steps until a round changes nothing.
     mapped = MappedText(program, None)
     for _ in range(_NUM_ROUNDS):
         old_text = mapped.text
+        # A step may write out a text that another step can decode in the next round.
         for regex, step in _STEPS:
             mapped = replace_matches(mapped, regex, partial(apply, step))
         if mapped.text == old_text:
@@ -92,10 +99,11 @@ def replace_matches(
         replace: Returns the replacement of a match, or None to keep the match.
     """
     text = mapped.text
+    # Without offsets, each character is at its original position.
     old_offsets = range(len(text)) if mapped.offsets is None else mapped.offsets
     pieces = []
     offsets = array("l")
-    copied_end = 0
+    copied_end = 0  # the text before this position is in `pieces`
     for match in regex.finditer(text):
         replacement = replace(match)
         if replacement is None:
@@ -109,7 +117,7 @@ def replace_matches(
         copied_end = end
 
     if not pieces:
-        return mapped
+        return mapped  # nothing was replaced
     pieces.append(text[copied_end:])
     offsets.extend(old_offsets[copied_end:])
     return MappedText("".join(pieces), offsets)
@@ -120,6 +128,13 @@ def _changed_part(match: re.Match[str], replacement: str) -> tuple[int, int, str
 
     The common prefix and the common suffix of the match and its replacement do not change. The
     changed part has at least one character of the match: the new text gets its position.
+
+    For example, if `abXc` is replaced by `abYc`, the changed part is the `X`, and its new text is
+    `Y`.
+
+    Args:
+        match: A match of a regular expression.
+        replacement: Text that replaces the match.
 
     Returns:
         Start and end of the changed part in the searched text; the new text of the part.
@@ -190,7 +205,11 @@ def _literal_texts(code: str | None) -> list[str]:
 
 
 def _evaluate(number: str) -> int:
-    """Return the value of a number, or of two joined by `+`, `-` or `^`: 0x41, 70-5, 64^1."""
+    """Return the value of a number, or of two joined by `+`, `-` or `^`: 0x41, 70-5, 64^1.
+
+    Args:
+        number: Code of a number, such as `0x41` or `70-5`.
+    """
     # The digits of a number, and perhaps an operator and more digits.
     first_digits, operator, second_digits = re.findall(r"^(\w+)\s?([-+^]?)\s?(\w*)$", number)[0]
     first = _parse_integer(first_digits)
@@ -218,36 +237,46 @@ _NAME_PATH = re.compile(r"[\w.:/-]{1,40}")
 
 
 def _decode_escapes(match: re.Match[str], _: Values) -> str | None:
-    """Decode hexadecimal and octal escapes: `\\x63\\165` is `cu`. None keeps the match."""
+    """Decode hexadecimal and octal escapes: `\\x63\\165` is `cu`. None keeps the match.
+
+    Args:
+        match: One escape, or several in a row.
+    """
     codes = [
         int(hexadecimal, 16) if hexadecimal else int(octal, 8)
         for hexadecimal, octal in _ESCAPE.findall(match[0])
     ]
     decoded = "".join(map(chr, codes))
     if not decoded.isprintable() or any(char in "\"'\\" for char in decoded):
-        return None  # it could end the literal around it
+        return None  # a quotation mark could end the literal that the escapes are in
     return decoded
 
 
 def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
     """Decode character codes: `chr(46)` is `"."`, `[99, 117, 114, 108]` is `["curl"]`.
 
+    Args:
+        match: A call, such as `chr(46)`, which has the group `call`; or a list of numbers.
+
     Returns:
         The new text. None keeps the match: the codes are no printable text, or a list of numbers
         has no word and no path in it.
     """
     codes = [_evaluate(number) for number in _NUMBER.findall(match[0])]
+    # Text is ASCII from the tab on. So tabs and line ends belong to it.
     is_text = all(ord("\t") <= code < _MAX_ASCII for code in codes)
     if not is_text:
         return None
     decoded = "".join(map(chr, codes))
+    # A literal is on one line, so tabs and line ends become spaces.
     literal = _quote(re.sub(r"\s", " ", decoded))
     if literal is None:
         return None
     if match["call"]:
         return literal
 
-    # The match is a list of numbers. The new text has the same brackets.
+    # The match is a list of numbers. Most lists are data, so decode a list only if it spells a word
+    # or a path. The new text has the same brackets.
     if not _WORD_OR_PATH.search(decoded):
         return None
     opening_bracket = match[0][0]
@@ -258,6 +287,10 @@ def _decode_character_codes(match: re.Match[str], _: Values) -> str | None:
 def _decode_call(match: re.Match[str], _: Values) -> str | None:
     """Decode the literal in a call or in a pipe: `atob('Y3VybA==')`, `echo lruc | rev`.
 
+    Args:
+        match: A pipe, which has the groups `piped` (text) and `decoder` (command); or a call. The
+            literal of a call is its argument (`literal`), or a method is called on it (`receiver`).
+
     Returns:
         The decoded text as a literal; None to keep the match, for example if the text is harmless.
     """
@@ -265,8 +298,10 @@ def _decode_call(match: re.Match[str], _: Values) -> str | None:
         decoded = _decode(match["piped"].strip("\"' "), match["decoder"])
     else:
         literal = match["literal"] or match["receiver"]
+        # The rest of the call names the decoder, such as `atob(`.
         code_around = match[0].replace(literal, "")
         decoded = _decode(_unquote(literal), code_around)
+    # Most decoded texts are harmless data. Only a path or a dangerous word is written out.
     is_suspicious = decoded and _SUSPICIOUS_DECODED.search(decoded)
     return _quote(decoded) if is_suspicious else None
 
@@ -322,6 +357,7 @@ def _apply_replace(match: re.Match[str], _: Values) -> str | None:
         old, new, text = _literal_texts(match[0])  # str_replace(old, new, text)
     else:
         text = _unquote(match["text"])
+        # Without a new text, the old text is deleted.
         old, *rest = _literal_texts(match["replacement"])
         new = rest[0] if rest else ""
     return _quote(text.replace(old, new)) if old else None
@@ -348,6 +384,7 @@ def _join_literals(match: re.Match[str], _: Values) -> str | None:
     # `%w[words].join(separator3)`, `separator4.join([list2])`, `implode('', [list3])`.
     separator = _first_group(match, "separator1", "separator2", "separator3", "separator4")
     separator = _unquote(separator) if separator else ""
+    # Joined by a long separator, the texts are probably not pieces of one word.
     if len(separator) > _MAX_SEPARATOR_CHARS:
         return None
     if match["words"]:
@@ -363,10 +400,16 @@ def _first_group(match: re.Match[str], *names: str) -> str:
 
 
 def _fill_template(match: re.Match[str], _: Values) -> str | None:
-    """Fill a template: `"{1}{0}" -f 'a','b'`, `'%s%s' % ('a', 'b')`, `printf '%d.%d' 0x7f 1`."""
+    """Fill a template: `"{1}{0}" -f 'a','b'`, `'%s%s' % ('a', 'b')`, `printf '%d.%d' 0x7f 1`.
+
+    Args:
+        match: The groups are `template` (a literal with placeholders) and `args` (literals or
+            numbers).
+    """
     template = _unquote(match["template"])
     values = _literal_texts(match["args"])
     if not values:
+        # The arguments are not literals, so they are bytes in decimal or hexadecimal digits.
         numbers = re.findall(r"0x[0-9a-f]{2}|\d{1,3}", match["args"], re.I)
         values = [str(_parse_integer(number)) for number in numbers]
     next_values = iter(values)
@@ -377,7 +420,9 @@ def _fill_template(match: re.Match[str], _: Values) -> str | None:
         if index and int(index) < len(values):
             value = values[int(index)]
         else:
+            # A question mark stands for a missing value.
             value = next(next_values, "?")
+        # The placeholder `%c` prints the character with this code.
         if placeholder[0] == "%c" and value.isdecimal() and int(value) < _MAX_ASCII:
             return chr(int(value))
         return value
@@ -436,6 +481,11 @@ def _remember_or_resolve(match: re.Match[str], values: Values) -> str | None:
 def _remember_assignment(match: re.Match[str], values: Values) -> str | None:
     """Remember the value of an assignment in `values`, and replace the variables in it.
 
+    Args:
+        match: Match of `_ASSIGNMENT`. The right side is in the group `value` with quotes, or in the
+            group `bare` without quotes: `x="curl"`, `x=curl`.
+        values: Value of each known variable by its name. This function changes it.
+
     Returns:
         The assignment with each variable replaced by its value; None if it uses no variable.
     """
@@ -481,10 +531,12 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
     if value is None:
         return use["default"]  # None without a default
 
+    # `${x:FIRST:LENGTH}`
     if use["first"] is not None:
         first = int(use["first"])
         end = first + int(use["length"])
         return value[first:end]
+    # `${x//OLD/NEW}` replaces all, and `${x/OLD/NEW}` only the first OLD.
     if use["old"]:
         max_replacements = -1 if use["all"] else 1
         return value.replace(use["old"], use["new"], max_replacements)
@@ -492,12 +544,18 @@ def _resolve_variable(use: re.Match[str], values: Values) -> str | None:
 
 
 def _join_arguments(match: re.Match[str], _: Values) -> str:
-    """Write a list of arguments as one command line: `run(['curl', url])` is `run("curl $url")`."""
+    """Write a list of arguments as one command line: `run(['curl', url])` is `run("curl $url")`.
+
+    Args:
+        match: A call of a function that runs programs. The group `list` holds its arguments.
+    """
     words = []
     for argument in _ARGUMENT.findall(match["list"]):
         is_literal = argument.endswith((*_QUOTES, "`"))
+        # Literals lose their quotes. Variables get a `$`, as in a shell.
         words.append(_unquote(argument) if is_literal else "$" + argument.lstrip("$"))
     command_line = " ".join(words)
+    # Keep the code before the list: the function's name and the opening bracket of the call.
     call = match.string[match.start() : match.start("list")].rstrip().rstrip("[")
     return f'{call}"{command_line}"'
 

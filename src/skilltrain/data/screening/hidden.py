@@ -42,6 +42,12 @@ def find_keyword_stuffing(text: NormalizedText) -> Spans:
     """Find keywords in a description that make the router select the skill for any task.
 
     They are a long list of words that the body does not mention, or one word again and again.
+
+    Args:
+        text: A description, with the skill that it belongs to.
+
+    Yields:
+        Spans of the keywords in the normalised description.
     """
     description = text.normalized
     body = text.skill.body.lower() if text.skill else ""
@@ -91,8 +97,10 @@ def _is_legitimate(text: str, run: re.Match[str]) -> bool:
         run: Match of `_INVISIBLE_RUN`. Its group says the kind of characters.
     """
     characters = run[0]
+    # The characters beside the run. They are empty at the ends of the text.
     previous = text[max(0, run.start() - 1) : run.start()]
     following = text[run.end() : run.end() + 1]
+    # A lesson about invisible characters may show one, after its number: `U+202E`.
     if len(characters) == 1 and _is_explained(text, run):
         return True
     match run.lastgroup:

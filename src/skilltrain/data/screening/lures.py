@@ -44,6 +44,9 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
     """Find shell commands that decode a payload and run the result.
 
     A span begins where the payload comes from: an `echo`, a download or a file.
+
+    Args:
+        text: A text of a skill.
     """
     normalized = text.normalized
     previous_end = 0
@@ -63,6 +66,7 @@ def find_decoded_commands(text: NormalizedText) -> Spans:
         # Find the start of the command in `text_before`, and whether the command has a payload.
         # The text from `sample_start` may be shown as an example of an attack.
         if text_before.rstrip(" \\").endswith("|"):  # `echo PAYLOAD | base64 -d`
+            # The source is the text that the pipe feeds to the decoder.
             source = text_before.rstrip(" \\|")
             command_start = substitution.start() if substitution else _last_command_start(source)
             has_payload = _PAYLOAD.search(source, command_start)
@@ -130,9 +134,11 @@ def find_encoded_literals(text: NormalizedText) -> Spans:
     """
     original = text.original
     is_program = text.kind == "program"
+    # This pattern says what is harmful in a decoded text.
     pattern = _COMMAND if is_program else _ORDER
     for literal in _LITERAL.finditer(original):
-        decoded_texts = _decode_literal(literal, _MAX_NESTED_LITERALS)
+        # A literal may hold another literal. There is a text for each of them.
+        decoded_texts = _decode_literal(literal, max_nested=_MAX_NESTED_LITERALS)
         is_example = not is_program and text.is_sample(*literal.span())
         if not is_example and any(pattern.search(decoded) for decoded in decoded_texts):
             yield literal.span()
@@ -171,6 +177,8 @@ def _decode_literal(literal: re.Match[str], max_nested: int) -> Iterator[str]:
     except (ValueError, zlib.error):
         return
 
+    # UTF-16 text, as PowerShell uses, has a NUL byte after each ASCII character. Latin-1 gives
+    # every byte a character, so it never fails.
     decoded = content.replace(b"\0", b"").decode("latin-1")
     yield decoded
     nested = _LITERAL.match(decoded) if max_nested else None
@@ -253,7 +261,11 @@ def _host_of(address: re.Match[str]) -> str:
 
 
 def _is_public(host: str) -> bool:
-    """Return whether a host is a public IP address and not an example."""
+    """Return whether a host is a public IP address and not an example.
+
+    Args:
+        host: An IP address or the name of a host. A name is not public in this sense.
+    """
     try:
         address = ipaddress.ip_address(host)
     except ValueError:
@@ -280,7 +292,8 @@ _VISIT_INSTRUCTION = re.compile(
 def find_paste_links(text: NormalizedText) -> Spans:
     """Find links to paste sites whose content is run by a shell, or by the reader."""
     for link in _PASTE_URL.finditer(text.normalized):
-        text_before = text.line_before(link.start(), 120)
+        # Look at the line before the link, and at the text after the link.
+        text_before = text.line_before(link.start(), max_chars=120)
         text_after = text.normalized[link.end() : link.end() + 120]
 
         # The content is run by a shell, or the reader is asked to run it.
@@ -321,6 +334,7 @@ def find_external_programs(text: NormalizedText) -> Spans:
     normalized = text.normalized
     previous_end = 0
     for requirement in _REQUIREMENT.finditer(normalized):
+        # Skip a requirement inside the previous finding.
         if requirement.start() < previous_end:
             continue
 

@@ -94,11 +94,17 @@ class NormalizedText:
         """Return whether a match of `regex` begins in `normalized[start:end]`.
 
         All matches are searched once, so that the time stays linear in the length of the text.
+
+        Args:
+            regex: Expression for the normalised text.
+            start: First position at which a match may begin.
+            end: Position after the last one at which a match may begin.
         """
         if regex not in self._starts_by_regex:
             matches = re.finditer(regex, self.normalized)
             self._starts_by_regex[regex] = [match.start() for match in matches]
         starts = self._starts_by_regex[regex]
+        # Find the first match that begins at `start` or later. `starts` is sorted.
         index = bisect_left(starts, start)
         return index < len(starts) and starts[index] < end
 
@@ -123,11 +129,13 @@ class NormalizedText:
 
         A phrase is quoted if it is in quotation marks or code, or if it follows words such as
         "such as". In a skill about security, block quotations and titles of lists are quoted too.
-        So a skill that warns
-        of an attack is not taken for an attack. An attacker can put the order in quotation marks,
-        but then many models do not follow the order either.
+        So a skill that warns of an attack is not taken for an attack. An attacker can put the order
+        in quotation marks, but then many models do not follow the order either.
+
+        Args:
+            start: Start of the phrase in `normalized`.
         """
-        line = self.line_before(start, 300)
+        line = self.line_before(start, max_chars=300)
         # An agent reads what a program prints, and may take it for an order. So what a program
         # prints is not quoted, even in quotation marks. But a program about security may print an
         # order as an example.
@@ -137,20 +145,24 @@ class NormalizedText:
 
         if _has_open_quotation(line):
             return True
+        # _REPORTED matches words that introduce an example or a report: "such as", "asks you to".
         if _REPORTED.search(line) or self._is_in_attack_sample(start):
             return True
         if not self.is_about_security:
             return False
         if line.lstrip().startswith(">"):
             return True  # a block quotation of Markdown
+        # A title of a list is a line that ends in a colon, and list items follow it.
         is_line_start = not line.strip(" *_-#")
         return is_line_start and _LIST_TITLE.match(self.normalized, start) is not None
 
     def _is_in_attack_sample(self, start: int) -> bool:
         """Return whether `start` is in a code block that is introduced as an attack."""
+        # The fences ``` begin and end code blocks. Look at 500 characters before `start`.
         blocks = self.normalized[max(0, start - 500) : start].split("```")
         if len(blocks) % 2:
             return False  # the number of fences is even, so `start` is not in a code block
+        # The last piece is the code up to `start`. The piece before it introduces the code block.
         introduction = blocks[-2][-200:]
         return bool(_INTRODUCES_ATTACK.search(introduction))
 
@@ -160,9 +172,14 @@ class NormalizedText:
         Quotation marks do not count, because commands are usually quoted. Comments in a program do
         not count either. But a program may be a scanner, which lists the commands it looks for. If
         the skill is about security, the words around the command decide.
+
+        Args:
+            start: Start of the command in `normalized`.
+            end: End of the command in `normalized`.
         """
         if self.kind == "program" and not self.is_about_security:
             return self._is_scanner_pattern(start, end)
+        # A skill about security may warn of a command long before it shows the command.
         num_chars = 1500 if self.is_about_security else 300
         context = self.normalized[max(0, start - num_chars) : end] + self.line_after(end, 200)
         return bool(_WARNING.search(context))
@@ -174,7 +191,7 @@ class NormalizedText:
         """
         # A pattern is in quotes, in the slashes of a regex, or it looks like an element of a list.
         # If an odd number of marks precedes it, the last one opens the quotation that it is in.
-        line = self.line_before(start, 300)
+        line = self.line_before(start, max_chars=300)
         is_in_quotes = any(line.count(mark) % 2 for mark in "\"'`/")
         command = self.normalized[start:end].lstrip()[:80]
         if not is_in_quotes and not _LIST_ELEMENT.match(line + command):
@@ -195,16 +212,20 @@ class NormalizedText:
         if self.kind != "program" and _SCANNER_TEST.search(first_words.lower()):
             return True
 
+        # The section begins at the last Markdown heading, at most 600 characters before `start`.
         window_start = max(0, start - 600)
         section_start = max(self.normalized.rfind("\n#", window_start, start), window_start)
-        context = self.normalized[section_start:end] + self.line_after(end, 120)
+        context = self.normalized[section_start:end] + self.line_after(end, max_chars=120)
         return self.is_about_security and bool(_WARNING.search(context))
 
     def is_from_linked_source(self, start: int, end: int) -> bool:
         """Return whether the skill links elsewhere to all sources in `normalized[start:end]`."""
         passage = self.normalized[start:end]
+        # A source is a site or a GitHub account from which something can be downloaded.
         sources = _SOURCE.findall(passage)
         num_links = _count_links(passage)
+        # A source is linked elsewhere if the skill has more links to it than the passage has. Links
+        # in download commands do not count.
         is_linked = [self._num_links[source] > num_links[source] for source in sources]
         return bool(is_linked) and all(is_linked)
 
@@ -248,12 +269,17 @@ def normalize_text(text: str, field: str = "body", skill: Skill | None = None) -
         field: name, description, body, or `./PATH` of a bundled file.
         skill: The skill that the text belongs to.
     """
+    # A program is deobfuscated: its encoded and joined texts are written out.
     kind = _kind_of(field)
     mapped = deobfuscate(text) if kind == "program" else MappedText(text, None)
     mapped = mapped._replace(text=_to_plain_lower_case(mapped.text))
+    # _DISGUISE matches HTML entities, line continuations and invisible characters.
     mapped = replace_matches(mapped, _DISGUISE, _undisguise)
     if kind == "program":
+        # Replace other names of dangerous functions: `import subprocess as x`.
         mapped = _resolve_aliases(mapped)
+    # Replace Cyrillic and Greek letters in Latin words. The length stays the same, so the offsets
+    # stay valid.
     normalized, mixed_words = _to_one_script(mapped.text)
     return NormalizedText(text, normalized, mapped.offsets, mixed_words, field, kind, skill)
 
@@ -286,7 +312,13 @@ def _undisguise(disguise: re.Match[str]) -> str | None:
 
 
 def _resolve_aliases(mapped: MappedText) -> MappedText:
-    """Replace other names for dangerous functions by the functions' own names."""
+    """Replace other names for dangerous functions by the functions' own names.
+
+    For example, after `import subprocess as x`, the call `x.run(` becomes `subprocess.run(`.
+
+    Args:
+        mapped: Text of a program, with the original position of each character.
+    """
     names_by_alias: dict[str, str] = {}
     for match in islice(_ALIAS.finditer(mapped.text), _MAX_ALIASES):
         if match["import_alias"]:  # `import IMPORTED as IMPORT_ALIAS`
@@ -325,6 +357,7 @@ def _to_one_script(text: str) -> tuple[str, tuple[tuple[int, int], ...]]:
         mixed_words.append((start, end))
         return word.translate(_LATIN_OF_LOOK_ALIKE)
 
+    # Search for mixed words only if the text has a look-alike at all.
     if not text.isascii() and any(letter in text for letter in _LOOK_ALIKES):
         text = _MIXED_WORD.sub(to_latin, text)
     return text, tuple(mixed_words)

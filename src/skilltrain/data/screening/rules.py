@@ -93,11 +93,13 @@ class Check(Config, validate_default=False):
 
     def find_spans(self, text: NormalizedText) -> Spans:
         """Yield the spans of all findings in the original text. They may overlap."""
+        # A check with anchors skips a text that has none of them.
         anchors = [anchor for anchor in self.anchors if text.has_anchor(anchor)]
         if self.anchors and not anchors:
             return
         spans = self.custom(text) if self.custom else self._find_matches(text, anchors)
         for span in spans:
+            # Spans in the normalised text are translated to the original text.
             yield span if self.in_original else text.original_span(*span)
 
     def _find_matches(self, text: NormalizedText, anchors: Sequence[str]) -> Spans:
@@ -110,6 +112,7 @@ class Check(Config, validate_default=False):
         """
         windows = [(0, len(text.normalized))]
         if anchors:
+            # To save time, try `regex` only near the anchors.
             windows = _windows_around(anchors, text.normalized, self.anchor_chars)
         for window_start, window_end in windows:
             for match in self._pattern.finditer(text.normalized, window_start, window_end):
@@ -178,7 +181,16 @@ class Rule(Config):
 
 
 def _windows_around(anchors: Sequence[str], text: str, num_chars: int) -> list[tuple[int, int]]:
-    """Return the spans within `num_chars` of an anchor, in order and without overlap."""
+    """Return the spans within `num_chars` of an anchor, in order and without overlap.
+
+    Args:
+        anchors: Literal texts to find.
+        text: Text to search.
+        num_chars: Characters of a window before and after the start of an anchor.
+
+    Returns:
+        Start and end of each window in the text.
+    """
     starts = []
     for anchor in anchors:
         starts += [match.start() for match in re.finditer(re.escape(anchor), text)]
@@ -187,6 +199,7 @@ def _windows_around(anchors: Sequence[str], text: str, num_chars: int) -> list[t
     for start in sorted(starts):
         window_start = max(0, start - num_chars)
         if windows and window_start <= windows[-1][1]:  # it overlaps with the last window
+            # Join the two windows to one window.
             window_start, _ = windows.pop()
         windows.append((window_start, start + num_chars))
     return windows

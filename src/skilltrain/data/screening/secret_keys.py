@@ -51,20 +51,24 @@ def find_secrets(text: NormalizedText) -> Spans:
 
 def secret_spans(text: str) -> Spans:
     """Yield the spans of keys, tokens and database URLs with a password that look real."""
+    # Keys and tokens of known services, such as `hf_…` of Hugging Face.
     for match in _KEY.finditer(text):
         if looks_random(match[0]):
             yield match.span()
 
+    # Private keys in PEM format. Only the first characters of a key are examined.
     for match in _PRIVATE_KEY.finditer(text):
         key = match["key"]
         is_random = _bits_per_character(key[:400]) > _MIN_PRIVATE_KEY_BITS
         if is_random and not _PLACEHOLDER.search(key[:200]):
             yield match.span()
 
+    # JSON Web Tokens. Their claims say for whom a token is.
     for match in _JSON_WEB_TOKEN.finditer(text):
         if not _is_example_token(match["claims"]):
             yield match.span()
 
+    # URLs of databases with a password. Local and example servers are harmless.
     for match in _DATABASE_URL.finditer(text):
         is_local = _LOCAL_HOST.search(match["host"].lower())
         if looks_random(match["password"]) and not is_local:
@@ -116,12 +120,19 @@ def _bits_per_character(text: str) -> float:
 
 
 def _is_example_token(claims: str) -> bool:
-    """Return whether a JSON Web Token is malformed, from a textbook, or expired before 2025."""
+    """Return whether a JSON Web Token is malformed, from a textbook, or expired before 2025.
+
+    Args:
+        claims: Second part of the token in base64: JSON that says for whom the token is, and until
+            when.
+    """
     try:
         decoded = decode_base64(claims)
     except ValueError:
         return True
+    # Textbooks use tokens of "John" or with the number 1234567890.
     if not decoded.rstrip().endswith(b"}") or _EXAMPLE_CLAIMS.search(decoded):
         return True
+    # The claim `exp` is the time at which a token expires. A token without the claim never expires.
     expiry = _EXPIRY_CLAIM.search(decoded)
     return expiry is not None and int(expiry[1]) < _EXPIRED_BEFORE
