@@ -367,7 +367,7 @@ def file_stamps(folder: Path, suffixes: tuple[str, ...] = ("",)) -> set[FileStam
             with suppress(OSError):  # the file may be deleted at this moment
                 file = Path(parent, name)
                 status = file.stat()
-                stamps.add(FileStamp(str(file), status.st_ino, status.st_ctime_ns))
+                stamps.add(FileStamp(str(file), inode=status.st_ino, changed=status.st_ctime_ns))
     return stamps
 
 

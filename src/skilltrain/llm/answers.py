@@ -162,7 +162,7 @@ def read_completion(reply: Any, request: Request) -> Completion:
         # A surrogate is half a character, and cannot be written to a file.
         text = _SURROGATES.sub("\ufffd", refusal or choice.message.content or "")
     except (LookupError, TypeError, AttributeError):
-        return Completion("", MALFORMED, request.num_tokens())
+        return Completion(text="", finish_reason=MALFORMED, num_prompt_tokens=request.num_tokens())
 
     finish_reason = str(choice.finish_reason or "stop")
     if refusal or finish_reason == "content_filter":
@@ -170,10 +170,14 @@ def read_completion(reply: Any, request: Request) -> Completion:
     # The thoughts of the model cost tokens too, so the estimate is made before their removal.
     usage = reply.usage
     return Completion(
-        _THINK_BLOCK.sub("", text),
-        finish_reason,
-        reported_tokens(getattr(usage, "prompt_tokens", None), request.num_tokens()),
-        reported_tokens(getattr(usage, "completion_tokens", None), estimate_tokens(text)),
+        text=_THINK_BLOCK.sub("", text),
+        finish_reason=finish_reason,
+        num_prompt_tokens=reported_tokens(
+            getattr(usage, "prompt_tokens", None), estimate=request.num_tokens()
+        ),
+        num_completion_tokens=reported_tokens(
+            getattr(usage, "completion_tokens", None), estimate=estimate_tokens(text)
+        ),
     )
 
 

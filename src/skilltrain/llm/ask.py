@@ -133,7 +133,7 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
     # Without an answer in the cache, each item makes one request to the server.
     num_uncached = len(prompt_tokens)
     num_cached = len(questions.items) - num_uncached
-    usage = Usage(sum(prompt_tokens), num_uncached * questions.answer_tokens)
+    usage = Usage(prompt=sum(prompt_tokens), completion=num_uncached * questions.answer_tokens)
 
     cached = f" ({num_cached:,} more are in the cache)" if num_cached else ""
     say(
@@ -183,7 +183,7 @@ def ask_all(
         faults = {i: _dropped_row(item, down) for i, item in enumerate(items)}
     usable = [(items[position], values[position]) for position in sorted(values)]
     budget = questions.llm.budget
-    return Outcome(usable, list(faults.values()), budget.account(budget.used))
+    return Outcome(values=usable, dropped=list(faults.values()), used=budget.account(budget.used))
 
 
 def _ask_round(
@@ -274,11 +274,11 @@ def _dropped_row(item: Item, error: AnswerError | ValueError) -> Dropped:
     if not isinstance(error, AnswerError):
         error = AnswerError(MALFORMED, str(error))
     return Dropped(
-        item.query_id,
-        item.skill_id,
-        error.kind,
-        error.reason,
-        error.value,
+        query_id=item.query_id,
+        skill_id=item.skill_id,
+        filter=error.kind,
+        reason=error.reason,
+        value=error.value,
         other_id=error.other_id,
     )
 

@@ -92,7 +92,8 @@ class InfoNCE(Loss):
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """Return the loss, summed over queries.
 
-        Positives are the (query, skill) pairs in which the skill is relevant. The settings choose one of four variants:
+        A positive is a pair of a query and a relevant skill. The settings choose one of four
+        variants:
             push_share: a loss without rejected skills, and a loss against them.
             One direction: queries are contrasted with skills.
             More directions, partition joint: all directions have one common denominator.

@@ -129,9 +129,9 @@ def task_of(
         where: File or line that errors name.
         steps: Steps of a compound task, if they are known.
     """
-    # Labels without a value, such as the split of a query that has none, are left out.
     kind_label = "single" if len(relevance.gold) == 1 else "multi"
     all_labels = {**labels, "kind": kind_label, "origin": query.origin, "split": query.split}
+    # Leave out labels without a value, such as the split of a query that has none.
     filled_labels = {name: value for name, value in all_labels.items() if value}
     if not query.kind:
         query = replace(query, kind=kind_label)

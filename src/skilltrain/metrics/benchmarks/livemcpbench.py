@@ -124,7 +124,7 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     tools_by_id = rows_by_id("skill", tools)
     task_rows_by_id = rows_by_id("task", task_rows)
 
-    # A task names its tools without their servers, and several servers may have the same name.
+    # A task names its tools without their servers, and tools of several servers may share a name.
     skill_ids_by_name: dict[str, list[str]] = {}
     for skill_id, tool in tools_by_id.items():
         skill_ids_by_name.setdefault(tool.name, []).append(skill_id)
@@ -163,7 +163,7 @@ def _relevance_of(
             gains[gold_id] = 1.0
             for alternative_id in alternative_ids:
                 alternatives[alternative_id] = gold_id
-    return Relevance(frozenset(gains), gains, alternatives)
+    return Relevance(gold=frozenset(gains), gains=gains, alternatives=alternatives)
 
 
 def _notes(

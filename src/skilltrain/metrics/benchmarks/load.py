@@ -164,7 +164,9 @@ def _relevance_of(
     for skill_id, verdict in verdicts.items():
         if verdict in VERDICT_GAINS and skill_id not in alternatives:
             gains[skill_id] = VERDICT_GAINS[verdict]
-    return Relevance(frozenset(required - alternatives.keys()), gains, alternatives)
+    return Relevance(
+        gold=frozenset(required - alternatives.keys()), gains=gains, alternatives=alternatives
+    )
 
 
 def _by_query(table: pa.Table) -> dict[str, list[dict[str, Any]]]:

@@ -140,7 +140,7 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
     # The benchmark lists the queries of other splits as unscored.
     query_files = sorted((folder / "queries").glob("*.jsonl"))
     query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]
-    return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
+    return make_benchmark(folder, tasks, split, query_ids=query_ids, pool=[*pool.values()])
 
 
 def _split_files(folder: Path, split: str | None) -> list[Path]:

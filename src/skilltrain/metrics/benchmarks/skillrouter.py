@@ -100,7 +100,7 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         gold = entry.core_gt_ids
         if gold is None:
             gold = entry.gt_skill_ids
-        relevance = Relevance(frozenset(gold), entry.relevance)
+        relevance = Relevance(gold=frozenset(gold), gains=entry.relevance)
         labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
         query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
         tasks.append(task_of(query, relevance, labels, file))
