@@ -38,19 +38,24 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
     If the process is killed, the disk is full or the block raises, the old file stays as it was.
 
+    Args:
+        path: The file to write. Missing parent folders are created.
+
     Raises:
         SkilltrainError: The file cannot be written.
     """
     temporary: Path | None = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        # Only a file in the same folder can be renamed to `path` in one step.
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
         os.close(handle)
         temporary = Path(name)
         yield temporary
 
-        sync(temporary)  # before the file gets its name
-        temporary.chmod(0o644)
+        # The content must be on the disk before the file gets its name.
+        sync(temporary)
+        temporary.chmod(0o644)  # `mkstemp` lets only the owner read the file
         temporary.replace(path)
     except OSError as error:
         raise SkilltrainError(
@@ -74,7 +79,7 @@ def locked(folder: Path) -> Iterator[None]:
     lock = FileLock(lock_file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock.acquire(timeout=0)
+        lock.acquire(timeout=0)  # raises Timeout at once if another process holds the lock
     except Timeout as error:
         raise SkilltrainError(
             "folder-in-use",
@@ -104,6 +109,7 @@ def sync(path: Path) -> None:
         with path.open("rb+") as file:  # Windows needs a file that is open for writing
             os.fsync(file.fileno())
     elif sys.platform != "win32":
+        # A renamed file is safe only after its folder is on the disk, too.
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
@@ -111,6 +117,8 @@ def sync(path: Path) -> None:
 
 def staging_path(folder: Path) -> Path:
     """Return the path of the folder that `staged_folder` yields for `folder`.
+
+    For example, `runs/first` has the staging path `runs/.first.partial`.
 
     Raises:
         SkilltrainError: `folder` does not end with a name, such as `runs/..`.
@@ -138,7 +146,11 @@ def remove_leftovers(folder: Path) -> None:
 def staged_folder(folder: Path) -> Iterator[Path]:
     """Yield an empty folder that is renamed to `folder` if the block succeeds.
 
-    If the block raises, the yielded folder is removed.
+    So `folder` never holds only some of its files. If the block raises, the yielded folder is
+    removed.
+
+    Args:
+        folder: The folder to write. It may exist if it is empty.
 
     Raises:
         SkilltrainError: `folder` exists and is not empty, or does not end with a name (such as `/`
@@ -163,9 +175,9 @@ def staged_folder(folder: Path) -> Iterator[Path]:
             if is_empty_folder:
                 folder.rmdir()  # Windows does not replace a folder
             staged.rename(folder)
-        except BaseException as error:
+        except BaseException as error:  # also Ctrl-C
             shutil.rmtree(staged, ignore_errors=True)
-            # Some libraries do not name the file that they could not write.
+            # Some libraries do not name the file that they could not write, so name the folder.
             if isinstance(error, OSError) and error.errno in _DISK_FULL:
                 raise SkilltrainError(
                     "cannot-write", f"cannot write: {reason_of(error)}", where=folder
@@ -175,6 +187,8 @@ def staged_folder(folder: Path) -> Iterator[Path]:
 
 def path_inside(folder: Path, name: str, where: object) -> Path:
     """Return the path `folder/name`, for a name that was read from a file.
+
+    The file may come from a stranger, and a name such as `../../key` must not lead elsewhere.
 
     Args:
         folder: Folder that the path must not leave.
@@ -222,6 +236,7 @@ def read_json(path: Path) -> Any:
     """
     check_regular(path)
     try:
+        # The encoding "utf-8-sig" skips a byte order mark, which some editors write.
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except SkilltrainError as error:
         # `_unique_keys` does not know the path.
@@ -239,7 +254,7 @@ def read_local(folder: Path) -> dict[str, Any]:
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from its keys and values, as a hook of the module json.
+    """Return a JSON object from its keys and values. `json.loads` calls this for each object.
 
     Raises:
         SkilltrainError: A key appears twice. By default json keeps the last value silently.
@@ -284,15 +299,17 @@ def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:
         OSError, EOFError or zlib.error: The file cannot be read.
         ValueError: A line is longer than 64 MiB.
     """
+    # Both functions open a file of bytes. `gzip.open` also decompresses the file.
     open_file: Any = gzip.open if path.suffix.lower() == ".gz" else open
     with open_file(path, "rb") as file:
         for number in itertools.count(1):
             # Without a limit, one line of a small .gz file could fill the memory.
             line = file.readline(_MAX_LINE_BYTES + 1)
-            if not line:
+            if not line:  # end of the file; a blank line still has its line break
                 return
             if len(line) > _MAX_LINE_BYTES:
                 raise ValueError("a line has more than 64 MiB")
+            # Skip blank lines, also a line that holds only a byte order mark.
             if line.strip(_BLANK_BYTES):
                 yield number, line
 
@@ -301,7 +318,7 @@ def json_object(line: bytes, unique_keys: bool = False) -> dict[str, Any]:
     """Return the JSON object in a line of UTF-8.
 
     Args:
-        line: The line.
+        line: The bytes of the line, with or without a line break and a byte order mark.
         unique_keys: Whether to refuse an object that repeats a key.
 
     Raises:
@@ -335,6 +352,8 @@ class FileStamp(NamedTuple):
 def file_stamps(folder: Path, suffixes: tuple[str, ...] = ("",)) -> set[FileStamp]:
     """Return the stamps of all files below a folder.
 
+    Two calls return the same stamps if no file was added, removed or changed in between.
+
     Args:
         folder: The folder. It is searched with its subfolders.
         suffixes: Endings of file names, in lower case. Other files are left out. By default no
@@ -348,7 +367,7 @@ def file_stamps(folder: Path, suffixes: tuple[str, ...] = ("",)) -> set[FileStam
             with suppress(OSError):  # the file may be deleted at this moment
                 file = Path(parent, name)
                 status = file.stat()
-                stamps.add(FileStamp(str(file), status.st_ino, status.st_ctime_ns))
+                stamps.add(FileStamp(str(file), inode=status.st_ino, changed=status.st_ctime_ns))
     return stamps
 
 
@@ -399,7 +418,11 @@ def fingerprint(path: Path) -> str:
 def shareable(value: Any) -> Any:
     """Return settings without the parent folders of absolute paths, which may name a user.
 
-    `/data/team/model` becomes `model`, and a home folder becomes `~`.
+    `/data/team/model` becomes `model`, and a home folder becomes `~`. Relative paths, numbers and
+    other texts stay as they are.
+
+    Args:
+        value: A setting, or a list or map of settings.
     """
     if isinstance(value, Mapping):
         return {key: shareable(item) for key, item in value.items()}

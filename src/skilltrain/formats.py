@@ -30,6 +30,7 @@ class Format:
             SkilltrainError: The folder's format is newer than `self.number`, the format of new
                 folders, or older than `self.oldest`.
         """
+        # Records of the first versions have no number, which counts as 0.
         stored_number = record.get("format", 0) if isinstance(record, dict) else 0
 
         # This version writes whole numbers, so anything else is from a newer version.

@@ -75,10 +75,14 @@ class Published:
 
 
 def _check_hub_name(name: str) -> None:
-    """Raise SkilltrainError if `name` cannot be the name of a model on the Hub."""
+    """Raise SkilltrainError if `name` cannot be the name of a model on the Hub.
+
+    A model of an organisation or a user is named OWNER/NAME.
+    """
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     try:
+        # The Hub's own check accepts a name without an owner.
         if "/" not in name:
             raise HFValidationError("it has no owner")
         validate_repo_id(name)
@@ -91,12 +95,15 @@ def _check_hub_name(name: str) -> None:
 def _check_license(license: str) -> None:
     """Check that a licence is one of the Hub's licence ids.
 
+    The error suggests the nearest id, such as `apache-2.0` for "Apache 2.0".
+
     Raises:
         SkilltrainError: The Hub does not know the licence.
     """
     license_ids = _LICENSES.read_text(encoding="utf-8").split()
     if license not in license_ids:
         name = license.lower().replace(" ", "-")
+        # With the cutoff 0 there is always a nearest id, even if it is not similar.
         [nearest] = difflib.get_close_matches(name, license_ids, n=1, cutoff=0)
         fix = f"the nearest id is {nearest}; write 'other' for a licence that has no id"
         raise SkilltrainError(
@@ -154,11 +161,16 @@ class Input(NamedTuple):
 def model_card(record: RunRecord, published: Published = Published()) -> str:
     """Return a model card as Markdown with YAML front matter.
 
+    Args:
+        record: Facts that the run knows, such as its recipe and its summary.
+        published: Facts that only the user knows, such as the licence and the name on the Hub.
+
     Raises:
         SkilltrainError: No system of a report uses the run.
     """
     from huggingface_hub import ModelCard
 
+    # The class of sentence-transformers that opens the model.
     class_name = "SentenceTransformer"
     if isinstance(record.settings, RerankerSettings):
         class_name = "CrossEncoder"
@@ -166,6 +178,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         class_name = "MultiVectorEncoder"
     model_class = _MODEL_CLASSES[class_name]
 
+    # Training measured the model on development queries, and each report holds an evaluation.
     results = [
         Result(
             "development queries", "this model", uses_model=True, metric=metric, estimate=estimate
@@ -178,10 +191,13 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
     if published.base_model:
+        # The user gave this name, so the card lists it without a check.
         data.base_model = published.base_model
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
+    # `shareable` removes parent folders from paths, because they may name a user.
     recipe = shareable(record.recipe)
     run_record = record_of(record.run) if record.run else {}
+    # The names that the template of the card uses, with their values.
     variables = vars(record) | {
         "kind": model_class.kind,
         "model_class": class_name,
@@ -199,9 +215,14 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
 
 
 def rename_model(card: Path, repo: str) -> None:
-    """Make the programs of a card open the repository `repo`.
+    """Make the example programs of a card open the repository `repo`.
 
-    A card that somebody rewrote stays as it is.
+    For example, `SentenceTransformer(".")` becomes `SentenceTransformer("me/my-model")`. A card
+    without such a program, because somebody rewrote it, stays as it is.
+
+    Args:
+        card: Path of the model card.
+        repo: Name of the model on the Hub, OWNER/NAME.
     """
     text = card.read_text(encoding="utf-8")
     name = _OPENED_NAME.search(text)
@@ -235,6 +256,7 @@ def _card_data(
         for result in results
         if result.uses_model
     ]
+    # A text such as `models/base` may be the name of a local folder instead of a model on the Hub.
     is_on_hub = _HUB_ID.fullmatch(base) and not Path(base).exists()
     return ModelCardData(
         library_name="sentence-transformers",
@@ -242,6 +264,7 @@ def _card_data(
         license=license,
         base_model=base if is_on_hub else None,
         tags=["sentence-transformers", *model_class.tags, "agent-skills", "skilltrain"],
+        # The Hub needs a model name for results. Without results, it is left out.
         model_name=f"agent skill {model_class.kind}" if evaluations else None,
         eval_results=evaluations or None,
     )
@@ -259,7 +282,8 @@ def _report_results(report: Path, run: Path) -> Iterator[Result]:
     """
     metrics = read_json(report / "metrics.json")
     record = record_of(report)
-    systems_with_model = set()
+    # An evaluation lists the folders that its systems read. One of these may be the model's run.
+    systems_with_model = set()  # names of the systems
     for run_input in _inputs(record):
         if run_input.path.resolve() == run.resolve():
             _, position, *_ = run_input.key.split(".")  # the key is systems.POSITION.…
@@ -275,8 +299,13 @@ def _report_results(report: Path, run: Path) -> Iterator[Result]:
 
 
 def _inputs(record: Mapping[str, Any]) -> Iterator[Input]:
-    """Yield the inputs in a run's record. A key such as `systems.0.source` leads to a path."""
+    """Yield the inputs in a run's record: the files and folders that the run read.
+
+    The record stores the hash of each input under a key such as `systems.0.source`. The path of
+    this input is in the recipe: `recipe["systems"][0]["source"]`.
+    """
     for key, sha256 in record.get("inputs", {}).items():
+        # Follow the parts of the key through the recipe. A list has positions as parts.
         value: Any = record["recipe"]
         for name in key.split("."):
             value = value[int(name)] if isinstance(value, list) else value[name]

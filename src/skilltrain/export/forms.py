@@ -42,7 +42,13 @@ def open_model(
     precision: Literal["float32", "bfloat16"] = "float32",
     runs_code: bool = False,
 ) -> Any:
-    """Open the `Encoder` or `Reranker` in `folder`. `runs_code` allows the model's own code.
+    """Open the `Encoder` or `Reranker` in a folder.
+
+    Args:
+        folder: Folder of a saved model.
+        device: Device of the weights.
+        precision: Number format of the weights.
+        runs_code: Whether the model's own Python code may run.
 
     Raises:
         SkilltrainError: The folder holds no model.
@@ -62,7 +68,9 @@ def write_form(folder: Path, form: Form) -> None:
         form: `sequence_classification` for a yes_no reranker, `multi_vector` for an encoder, `onnx`
             for any model (float32 and 8 bits).
     """
+    # On the device meta, weights have shapes but no values. That is enough to choose the modules.
     model = open_model(folder, "meta")
+    # Only yes_no rerankers have the ids of the tokens "yes" and "no".
     answers_yes_no = isinstance(model, Reranker) and model.yes_no_ids is not None
     problem = ""
     if form == "multi_vector" and not isinstance(model, Encoder):
@@ -75,10 +83,12 @@ def write_form(folder: Path, form: Form) -> None:
         raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
 
     if form == "multi_vector":
+        # Replace the modules of a single vector, such as `1_Pooling`.
         for module_folder in folder.glob("[0-9]_*"):
             shutil.rmtree(module_folder)
         write_modules(model, folder, per_token=True)
     elif answers_yes_no:
+        # The ONNX form of a yes_no reranker is made from its classifier too.
         _convert_to_classifier(folder)
     if form == "onnx":
         with _hide_warnings():
@@ -87,11 +97,20 @@ def write_form(folder: Path, form: Form) -> None:
 
 
 def _convert_to_classifier(folder: Path) -> None:
-    """Replace the output layer of a saved yes_no reranker by the row W_yes - W_no, in place."""
+    """Turn a saved yes_no reranker into a classifier with one output, in place.
+
+    The reranker scores a pair by the logit of yes minus the logit of no. A classifier with the
+    output row W_yes - W_no has the same scores, and servers can open it.
+
+    Args:
+        folder: Folder of the reranker.
+    """
+    # The classifier keeps the number format of the saved weights.
     dtype = read_json(folder / "config.json").get("dtype")
     reranker = open_model(folder, precision="bfloat16" if dtype == "bfloat16" else "float32")
     reranker.network = _classifier_of(reranker)
 
+    # Remove the old weights and the module that computed yes minus no, and write the new ones.
     for path in folder.glob("*.safetensors*"):
         path.unlink()
     shutil.rmtree(folder / "1_LogitScore", ignore_errors=True)
@@ -100,15 +119,21 @@ def _convert_to_classifier(folder: Path) -> None:
 
 
 def _classifier_of(reranker: Reranker) -> Any:
-    """Return a classifier with the layers of a yes_no reranker and the row W_yes - W_no."""
+    """Return a classifier with the layers of a yes_no reranker and the row W_yes - W_no.
+
+    W_yes and W_no are the rows of the output layer for the tokens "yes" and "no".
+    """
     from transformers import AutoModelForSequenceClassification
 
+    # The device meta allocates no memory. All weights are replaced below.
     with torch.device("meta"):
         network: Any = AutoModelForSequenceClassification.from_config(reranker.network.config)
     network.config.update(
         {
             "num_labels": 1,
             "pad_token_id": reranker.tokenizer.pad_token_id,
+            # vLLM must put no separator between query and skill. Older releases of vLLM call this
+            # setting `use_pad_token`.
             "use_sep_token": False,
             "use_pad_token": False,
         }
@@ -142,19 +167,26 @@ def _add_onnx(folder: Path) -> None:
         raise SkilltrainError("missing-package", problem, where="--form onnx", fix=fix) from error
 
     network = open_model(folder).network
+    # A graph in ONNX cannot hold our own attention for packed texts.
     network.set_attn_implementation("sdpa")
+    # The graph must not return a cache of keys and values, which only text generation needs.
     network.config.use_cache = False
     network.base_model.config.use_cache = False
 
+    # The exporter runs the network on an example. Without padding in the example, it would remove
+    # the mask from the graph.
     ids = torch.ones(2, 8, dtype=torch.long)  # [text, token]
-    mask = torch.ones_like(ids)
+    mask = torch.ones_like(ids)  # [text, token]
     mask[1, 5:] = 0  # the second text has padding
     example = {"input_ids": ids, "attention_mask": mask}
+    # Models such as BERT also read whether a token belongs to the first or the second text.
     if (getattr(network.config, "type_vocab_size", None) or 0) > 1:
         example["token_type_ids"] = torch.zeros_like(ids)
+    # Both axes of the inputs may have other lengths than in the example.
     axes = {0: torch.export.Dim("text"), 1: torch.export.Dim("token")}
 
     (folder / ONNX).parent.mkdir()
+    # A float32 weight has 4 bytes. A large model stores its weights in a file beside the graph.
     is_large = network.num_parameters() * 4 > _MAX_FILE_BYTES
     try:
         torch.onnx.export(
@@ -175,6 +207,6 @@ def _add_onnx(folder: Path) -> None:
             weight_type=QuantType.QInt8,
             use_external_data_format=is_large,
         )
-    except Exception as error:
+    except Exception as error:  # a full disk can cause any exception in the exporter
         problem = f"cannot write the ONNX model: {printable(reason_of(error), 300)}"
         raise SkilltrainError("cannot-write", problem, where=folder) from error

@@ -61,16 +61,20 @@ def check_folder(folder: Path) -> dict[str, Path]:
 def check_round_trip(folder: Path) -> None:
     """Check that sentence-transformers without skilltrain computes the outputs of our model.
 
-    This check runs before an upload, so its errors say that nothing was sent. One of the compared
-    texts is so long that it is cut.
+    This check runs before an upload, so its errors say that nothing was sent. The compared texts
+    are a few fixed queries and skills (the probes). One skill is so long that its text is cut.
+
+    Args:
+        folder: Folder of the model.
 
     Raises:
         SkilltrainError: sentence-transformers cannot open the folder, or gives other scores.
     """
     # Outputs of our model: the scores of all pairs, or the vectors of all texts.
     model = open_model(folder)
+    # A multi_vector model returns one vector per token instead of one per text.
     is_multi_vector = read_json(folder / CHECKPOINT_FILE).get("form") == "multi_vector"
-    outputs = []
+    outputs = []  # of a reranker: [skill] for each query; of an encoder: [dim] or [token, dim]
     if isinstance(model, Reranker):
         outputs = [model(model.tokenize(query, _PROBE_SKILLS)) for query in _PROBE_QUERIES]
     else:
@@ -88,6 +92,7 @@ def check_round_trip(folder: Path) -> None:
         fix = "nothing was sent"
         raise SkilltrainError("not-portable", problem, where=folder.name, fix=fix) from error
 
+    # Weights in bfloat16 have few digits, so small differences are no fault.
     is_half = read_json(folder / "config.json").get("dtype") == "bfloat16"
     limit = _MAX_DIFFERENCE_BFLOAT16 if is_half else _MAX_DIFFERENCE
     if not difference <= limit:  # also true for NaN
@@ -131,10 +136,12 @@ def _plain_outputs(model: Encoder | Reranker, folder: str, is_multi_vector: bool
 def _check_no_secret(paths: Mapping[str, Path]) -> None:
     """Raise SkilltrainError for the first text file that contains a likely key or password."""
     for name, path in paths.items():
+        # Other files, such as weights, hold no text that somebody wrote.
         if path.suffix not in _TEXT_SUFFIXES:
             continue
         text = path.read_text(encoding="utf-8")
-        spans = list(secret_spans(text))
+        # A span is the start and the end of a likely secret in the text.
+        spans = list(secret_spans(text))  # keys, tokens, and database URLs with a password
         spans += [match.span() for match in _URL_PASSWORD.finditer(text)]
         named_keys = _NAMED_KEY.finditer(text)
         spans += [match.span("key") for match in named_keys if looks_random(match["key"])]
@@ -202,7 +209,10 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, may_replace_readm
 
 
 def _limited_client() -> Any:
-    """Create the HTTP client that huggingface_hub uses by default, with time limits."""
+    """Create the HTTP client that huggingface_hub uses by default, with time limits.
+
+    Without limits, an upload would wait for a silent server forever.
+    """
     import httpx2
     from huggingface_hub.utils._http import default_client_factory
 
@@ -235,11 +245,13 @@ def _open_repository(api: Any, repo: str, public: bool, may_replace_readme: bool
         api.create_repo(repo, private=not public)
         return set()
 
+    # The Hub itself puts .gitattributes into each new repository.
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
     if names == {"README.md"} and not may_replace_readme:
         problem = "the repository exists and holds a README.md"
         fix = "add --into-existing to replace it, or choose another --repo"
         raise SkilltrainError("repository-taken", problem, where=repo, fix=fix)
+    # Every model of skilltrain has a CHECKPOINT_FILE. Other repositories must not be overwritten.
     if names - {"README.md"} and CHECKPOINT_FILE not in names:
         problem = "the repository is taken: it holds something else than a model of skilltrain"
         raise SkilltrainError("repository-taken", problem, where=repo, fix="choose another --repo")

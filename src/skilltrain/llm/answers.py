@@ -53,6 +53,7 @@ class Request:
     def key(self, parameters: Mapping[str, Any]) -> str:
         """Return the cache key: a SHA-256 of the parameters, the messages and the seed."""
         content = {"parameters": parameters, "messages": self.messages(), "seed": self.seed}
+        # Without an added temperature, the key is that of a request without this field.
         if self.added_temperature:
             content["added_temperature"] = self.added_temperature
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -88,6 +89,8 @@ class Completion:
 
     def usable_text(self) -> str:
         """Return the text of a complete answer.
+
+        The error's first argument is the kind of the fault, which reports count.
 
         Raises:
             AnswerError: The answer is malformed, refused, empty or cut off.
@@ -131,7 +134,9 @@ def estimate_tokens(text: str) -> int:
     Four bytes are four ASCII characters or 1.3 Chinese characters. ASCII characters and other
     characters are counted and rounded up separately.
     """
+    # "ignore" leaves out all characters that are not ASCII.
     num_ascii_bytes = len(text.encode("ascii", "ignore"))
+    # "replace" keeps characters that UTF-8 cannot hold from raising an error.
     num_other_bytes = len(text.encode(errors="replace")) - num_ascii_bytes
     return math.ceil(num_ascii_bytes / 4) + math.ceil(num_other_bytes / 4)
 
@@ -142,28 +147,37 @@ def reported_tokens(count: object, estimate: int) -> int:
 
 
 def read_completion(reply: Any, request: Request) -> Completion:
-    """Read a reply of openai's client. A `<think>` block is removed from its text.
+    """Read a reply of openai's client, and return the answer in it.
+
+    Some models write their thoughts before the answer, as `<think>…</think>`. These are removed.
 
     Args:
-        reply: The reply. No chat completion: the `finish_reason` is malformed.
-        request: The request, to estimate unreported numbers of tokens.
+        reply: The reply. If it is no chat completion, the answer has the finish reason malformed.
+        request: The request. Its tokens are estimated if the server does not report them.
     """
+    # A server may send anything, so the reply may lack each of these attributes.
     try:
         choice = reply.choices[0]
         refusal = choice.message.refusal
+        # A surrogate is half a character, and cannot be written to a file.
         text = _SURROGATES.sub("\ufffd", refusal or choice.message.content or "")
     except (LookupError, TypeError, AttributeError):
-        return Completion("", MALFORMED, request.num_tokens())
+        return Completion(text="", finish_reason=MALFORMED, num_prompt_tokens=request.num_tokens())
 
     finish_reason = str(choice.finish_reason or "stop")
     if refusal or finish_reason == "content_filter":
         finish_reason = "refusal"
+    # The thoughts of the model cost tokens too, so the estimate is made before their removal.
     usage = reply.usage
     return Completion(
-        _THINK_BLOCK.sub("", text),
-        finish_reason,
-        reported_tokens(getattr(usage, "prompt_tokens", None), request.num_tokens()),
-        reported_tokens(getattr(usage, "completion_tokens", None), estimate_tokens(text)),
+        text=_THINK_BLOCK.sub("", text),
+        finish_reason=finish_reason,
+        num_prompt_tokens=reported_tokens(
+            getattr(usage, "prompt_tokens", None), estimate=request.num_tokens()
+        ),
+        num_completion_tokens=reported_tokens(
+            getattr(usage, "completion_tokens", None), estimate=estimate_tokens(text)
+        ),
     )
 
 
@@ -194,6 +208,8 @@ class AnswerCache:
         """The open database. Its file is created if it does not exist."""
         assert self._folder is not None
         self._folder.mkdir(parents=True, exist_ok=True)
+        # Another process may hold the file for up to 60 seconds. Without an isolation level, each
+        # statement is stored at once. Threads may share the connection, because `_execute` locks.
         database = sqlite3.connect(
             self._folder / DATABASE, timeout=60, isolation_level=None, check_same_thread=False
         )

@@ -83,6 +83,7 @@ class Questions(Generic[ItemT, ValueT]):
         """
         system, user = self.prompt(item)
         if fault is not None:
+            # The reason may quote the model's answer, so the text is cleaned like any foreign text.
             reason = untrusted_line(fault.reason)
             user += f"\nAn earlier answer was turned down: {reason}. Write another one."
         return Request(system, user, self.seed(item, attempt), self.added_temperature(attempt))
@@ -115,6 +116,11 @@ class Outcome(Generic[ItemT, ValueT]):
 def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
     """Estimate the cost of the first attempts for all items, and print it in one line.
 
+    Answers in the cache cost nothing. No request is sent.
+
+    Args:
+        questions: The questions, one for each item.
+
     Returns:
         Numbers of requests, tokens and dollars, by their names in `--dry-run`.
     """
@@ -124,9 +130,10 @@ def estimate_cost(questions: Questions[Any, Any]) -> dict[str, Any]:
         request = questions.request(item)
         if llm.recall(request) is None:
             prompt_tokens.append(request.num_tokens())
+    # Without an answer in the cache, each item makes one request to the server.
     num_uncached = len(prompt_tokens)
     num_cached = len(questions.items) - num_uncached
-    usage = Usage(sum(prompt_tokens), num_uncached * questions.answer_tokens)
+    usage = Usage(prompt=sum(prompt_tokens), completion=num_uncached * questions.answer_tokens)
 
     cached = f" ({num_cached:,} more are in the cache)" if num_cached else ""
     say(
@@ -149,27 +156,34 @@ def ask_all(
     """Ask about all items. Ask again about items without a usable answer, in further rounds.
 
     Args:
-        questions: The questions.
-        drop_if_down: Whether to drop all items, with a warning, if no request can succeed.
+        questions: The questions, one for each item.
+        drop_if_down: Whether to drop all items, with a warning, if no request can succeed. If
+            false, the error is raised.
+
+    Returns:
+        The values of the usable answers, a row of DROPPED for each other item, and the cost.
     """
     items = questions.items
-    values: dict[int, ValueT] = {}  # by position
-    faults: dict[int, Dropped] = {}  # by position
+    # Each item ends with either a value or a fault, under its position in `items`.
+    values: dict[int, ValueT] = {}
+    faults: dict[int, Dropped] = {}  # why the last answer was not usable
     pending = list(range(len(items)))
     try:
         for attempt in range(questions.max_attempts):
             _ask_round(questions, attempt, pending, values, faults)
+            # After a final fault, such as a used up budget, another request would not help.
             pending = [i for i, fault in faults.items() if fault.filter not in _FINAL_FAULTS]
-    except SkilltrainError as error:
+    except SkilltrainError as error:  # all further requests would fail too
         if not drop_if_down:
             raise
         say(f"warning: {questions.description}: the run goes on without the chat model: {error}")
+        # Drop all items, also those answered before the error.
         values = {}
         down = AnswerError("down", error.problem)
         faults = {i: _dropped_row(item, down) for i, item in enumerate(items)}
     usable = [(items[position], values[position]) for position in sorted(values)]
     budget = questions.llm.budget
-    return Outcome(usable, list(faults.values()), budget.account(budget.used))
+    return Outcome(values=usable, dropped=list(faults.values()), used=budget.account(budget.used))
 
 
 def _ask_round(
@@ -182,18 +196,18 @@ def _ask_round(
     """Ask once about some items, and store the new value or fault of each item.
 
     Args:
-        questions: The questions.
+        questions: The questions, one for each item.
         attempt: Number of the round, from 0.
         pending: Positions of the items to ask about.
-        values: Value of each item by position.
-        faults: Last fault of each other item.
+        values: Value of each item with a usable answer, by position. It is changed in place.
+        faults: Last fault of each other item, by position. It is changed in place.
     """
     answers = _collect_answers(questions, attempt, pending, faults)
     for position in pending:
         item = questions.items[position]
         try:
             values[position] = questions.read(item, _usable_text(answers[position]))
-            faults.pop(position, None)
+            faults.pop(position, None)  # the fault of an earlier round
         except (AnswerError, ValueError) as error:
             faults[position] = _dropped_row(item, error)
 
@@ -206,11 +220,13 @@ def _collect_answers(
 ) -> dict[int, AnswerOrError]:
     """Return an answer or an error for each item to ask about, by position of the item.
 
+    Answers come from the cache, or else from the server.
+
     Args:
-        questions: The questions.
+        questions: The questions, one for each item.
         attempt: Number of the round, from 0.
-        pending: Positions of the items.
-        faults: Last fault of each item.
+        pending: Positions of the items to ask about.
+        faults: Last fault of each item, by position. The new request quotes this fault.
     """
     llm = questions.llm
     answers = {}
@@ -220,6 +236,7 @@ def _collect_answers(
 
     for position in pending:
         cached = llm.recall(request_of(position))
+        # The budget also counts the cost of cached answers.
         if cached is not None:
             llm.budget.count(cached.usage)
             answers[position] = cached
@@ -233,6 +250,7 @@ def _collect_answers(
 
     uncached = [position for position in pending if position not in answers]
     if uncached:
+        # `in_threads` yields the replies as they arrive, and `track` shows the progress.
         replies = in_threads(ask, uncached, llm.config.concurrency)
         label = f"{questions.description}, attempt {attempt + 1}"
         answers.update(track(replies, label, len(uncached)))
@@ -247,32 +265,39 @@ def _usable_text(answer: AnswerOrError) -> str:
 
 
 def _dropped_row(item: Item, error: AnswerError | ValueError) -> Dropped:
-    """Return the row of DROPPED for an item. A ValueError means an answer in a wrong format."""
+    """Return the row of the table DROPPED that tells why an item has no usable answer.
+
+    Args:
+        item: The item.
+        error: Why the answer was not usable. A ValueError means an answer in a wrong format.
+    """
     if not isinstance(error, AnswerError):
         error = AnswerError(MALFORMED, str(error))
     return Dropped(
-        item.query_id,
-        item.skill_id,
-        error.kind,
-        error.reason,
-        error.value,
+        query_id=item.query_id,
+        skill_id=item.skill_id,
+        filter=error.kind,
+        reason=error.reason,
+        value=error.value,
         other_id=error.other_id,
     )
 
 
 def read_object(answer: str, kind: type[ModelT]) -> ModelT:
-    """Read the JSON object in an answer. It may be in a code block.
+    """Read the JSON object in an answer. The object may be in a code block.
 
     Args:
         answer: Text of the answer.
-        kind: Class of the object.
+        kind: Class of the object, which says what keys and values the object has.
 
     Raises:
-        ValueError: The answer is no such object.
+        ValueError: The answer is no such object. The message is short, because the next request
+            quotes it to the model.
     """
     try:
         return kind.model_validate(_read_json(answer, "{"))
     except ValidationError as error:
+        # The message names the first fault only, such as `score: Field required`.
         fault = error.errors(include_url=False, include_input=False)[0]
         path = [str(key) for key in fault["loc"]]
         raise ValueError(": ".join([*path, fault["msg"]])) from error
@@ -305,7 +330,7 @@ def _read_list(answer: str, is_expected: Callable[[Any], bool], expected: str) -
     """
     try:
         items = _read_json(answer, "[")
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # JSON that is nested too deeply raises RecursionError
         items = None
     if not isinstance(items, list) or not all(map(is_expected, items)):
         raise AnswerError("no_list", f"it was not a JSON list of {expected}")
@@ -324,7 +349,9 @@ def _read_json(answer: str, opening: str) -> Any:
         ValueError: The text is not JSON.
     """
     text = answer.strip()
+    # Models often write a sentence, and then the value in a block of three backticks.
     code_block = _CODE_BLOCK.search(text)
     if code_block and not text.startswith(opening):
         text = code_block[1]
+    # Many models put a line break inside a text, which strict JSON does not allow.
     return json.loads(text, strict=False)

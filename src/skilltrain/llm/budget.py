@@ -24,7 +24,10 @@ class Budget:
     """Tokens that a run has used, with their prices and limits. Threads may share it."""
 
     def __init__(self, config: ServerConfig) -> None:
-        """Find the prices of the model.
+        """Find the prices of the model, in the settings or in OpenAI's price list.
+
+        Args:
+            config: Settings of the server, with its prices and the limits of the run.
 
         Raises:
             SkilltrainError: A limit in dollars is set, but the prices are not known.
@@ -34,6 +37,7 @@ class Budget:
         self._limits = config.budget
         self._lock = threading.Lock()
         self._prices = config.prices
+        # Another server may offer a model of the same name at another price.
         if self._prices is None and config.is_openai and config.model in LIST_PRICES:
             prompt, completion = LIST_PRICES[config.model]
             self._prices = Prices(prompt=prompt, completion=completion)
@@ -54,6 +58,7 @@ class Budget:
         max_tokens = self._limits.max_tokens
         max_dollars = self._limits.max_dollars
         dollars = self.price(self.used)
+        # A limit of None means no limit.
         has_tokens = max_tokens is None or self.used.total < max_tokens
         has_dollars = max_dollars is None or dollars is None or dollars < max_dollars
         if not (has_tokens and has_dollars):
@@ -77,7 +82,10 @@ class Budget:
         }
 
     def describe(self, usage: Usage) -> str:
-        """Return an estimate in words: its tokens, its price and the budget of the run."""
+        """Return an estimate in words: its tokens, its price and the budget of the run.
+
+        For example: "about 1,000 tokens read and 50 written, about $0.00018; budget $5".
+        """
         dollars = self.price(usage)
         section = self._section
         price = f"price unknown ({section}.prices)" if dollars is None else f"about ${dollars:,.4g}"

@@ -93,8 +93,8 @@ class Server:
             send: Sends the request with a client of openai.
 
         Raises:
-            AnswerError: The budget is used up, or all retries failed.
-            SkilltrainError: All other requests would fail too.
+            AnswerError: The budget is used up, or all retries of the package openai failed.
+            SkilltrainError: All other requests would fail too, for example with a wrong key.
         """
         import openai
 
@@ -103,6 +103,7 @@ class Server:
         try:
             return send(client)
         except openai.OpenAIError as error:
+            # `from None`, because the original error may hold the key.
             raise self._translate_error(error) from None
 
     def mask_key(self, text: str) -> str:
@@ -112,13 +113,16 @@ class Server:
     def _translate_error(self, error: "openai.OpenAIError") -> ServerError | SkilltrainError:
         """Return our error for an error of openai's client, without the key.
 
+        Args:
+            error: The error after all retries. Its `status_code` is the HTTP status.
+
         Returns:
             A ServerError if another request may succeed, otherwise a SkilltrainError.
         """
         reason = one_line(self.mask_key(str(error)))[:_MAX_REASON_CHARS]
         status = getattr(error, "status_code", None)
         section = self.config.section
-        if status in (401, 403):
+        if status in (401, 403):  # unauthorized or forbidden
             code = "key-refused"
             problem = f"the key was refused: {reason}"
             fix = f"set {self.config.api_key_env} to a valid key"
@@ -126,6 +130,7 @@ class Server:
             code = "unknown-model"
             problem = f"no model '{self.config.model}' here: {reason}"
             fix = f"check {section}.model and {section}.base_url"
+        # Status 429 usually means too many requests, but OpenAI uses it also for an empty account.
         elif status == 429 and getattr(error, "code", None) == "insufficient_quota":
             code = "no-credit"
             problem = "the account has no credit left"
@@ -134,7 +139,7 @@ class Server:
             code = "server-unreachable"
             problem = f"no server answers: {reason}"
             fix = f"start it, or correct {section}.base_url"
-        else:
+        else:  # another request may succeed
             return ServerError(reason, status)
         return SkilltrainError(code, problem, where=self.config.base_url, fix=fix)
 
@@ -148,7 +153,8 @@ class LLM:
         self.budget = self._server.budget
         self._cache = AnswerCache(config.cache)
         self._parameters = config.model_dump(mode="json", include=_ANSWER_SETTINGS)
-        if config.top_p is not None:  # keeps older answers
+        # Without top_p, the key of an answer is as in caches from before this setting existed.
+        if config.top_p is not None:
             self._parameters["top_p"] = config.top_p
         self._num_failures = 0  # requests in a row that failed
         self._failures_lock = Lock()
@@ -167,8 +173,9 @@ class LLM:
         try:
             answer = self._ask(request)
         except ServerError as error:
-            self._count_failure(error)
+            self._count_failure(error)  # raises SkilltrainError after too many failures
             raise
+        # A success ends the row of failures.
         with self._failures_lock:
             self._num_failures = 0
         self.budget.count(answer.usage)
@@ -176,7 +183,10 @@ class LLM:
         return answer
 
     def _count_failure(self, error: ServerError) -> None:
-        """Count a failed request. Raise SkilltrainError if too many failed in a row."""
+        """Count a failed request. Raise SkilltrainError if too many failed in a row.
+
+        So a run does not go through thousands of items while the server is broken.
+        """
         with self._failures_lock:
             self._num_failures += 1
             num_failures = self._num_failures
@@ -191,6 +201,7 @@ class LLM:
     def _ask(self, request: Request) -> Completion:
         """Send a request, and return the answer without the API key."""
         config = self.config
+        # OpenAI's newer models refuse `max_tokens`. Other servers may know only this name.
         limit_name = "max_completion_tokens" if config.is_openai else "max_tokens"
         body: dict[str, Any] = {
             "model": config.model,
@@ -198,8 +209,10 @@ class LLM:
             "seed": request.seed,
             limit_name: config.max_tokens,
         }
+        # A setting that is None is left out, so the server uses its own value.
         body |= config.model_dump(include={"temperature", "top_p"}, exclude_none=True)
         if config.temperature is not None:
+            # Later attempts may add some temperature, so that the model gives another answer.
             temperature = config.temperature + request.added_temperature
             body["temperature"] = min(temperature, _MAX_TEMPERATURE)
 
@@ -218,12 +231,18 @@ def in_threads(
 
     Items are started in order. After an error no item is started, and the running items are
     finished. Then the error is raised.
+
+    Args:
+        work: The function, such as one that sends a request.
+        items: Its arguments.
+        num_threads: Number of items that run at the same time.
     """
     errors: list[Exception] = []
 
     def run(item: ItemT) -> list[ReplyT]:
         """Return the result in a list, or an empty list after an error."""
         try:
+            # The pool hands out all items, so after an error the rest must do nothing.
             return [] if errors else [work(item)]
         except Exception as error:
             errors.append(error)

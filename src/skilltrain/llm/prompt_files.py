@@ -27,7 +27,8 @@ def language_phrase(lang: str | None, text: str) -> str:
 
     Args:
         lang: Field of the skill. It is untrusted, so it is used only if it is a language code.
-        text: The text whose language is named otherwise: "the language of {text}".
+        text: What is written in this language, such as "the material". Without a usable code, the
+            result is "the language of the material".
     """
     if lang is None or not _LANGUAGE_CODE.fullmatch(lang):
         return f"the language of {text}"
@@ -36,6 +37,8 @@ def language_phrase(lang: str | None, text: str) -> str:
 
 @cache
 def _template(text: str) -> jinja2.Template:
+    """Return the Jinja2 template in a text. A placeholder without a value is an error."""
+    # The sandbox keeps a template of a stranger from running code.
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     environment.filters["named"] = language_phrase
     return environment.from_string(text)
@@ -44,9 +47,11 @@ def _template(text: str) -> jinja2.Template:
 def render_messages(texts: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, str]:
     """Render the system message and the user message of a prompt.
 
+    For example, `Write a query for {{ name }}` becomes `Write a query for pdf-forms`.
+
     Args:
-        texts: The prompt.
-        values: Value of each placeholder.
+        texts: The prompt: two templates, under the keys `system` and `user`.
+        values: Value of each placeholder by its name.
     """
     return _template(texts["system"]).render(values), _template(texts["user"]).render(values)
 
@@ -59,10 +64,16 @@ def check_prompt(
 ) -> None:
     """Check that a prompt uses no unknown placeholder, and all that it needs.
 
+    The check renders the prompt with example values, and looks for them in the messages.
+
     Args:
-        values: A value for each placeholder.
-        required: By placeholder, a text that its value must bring into the messages.
+        texts: The prompt: two templates, under the keys `system` and `user`.
+        values: An example value for each placeholder that a prompt may use.
+        required: For each placeholder that the prompt must use, a text of its example value.
         where: The prompt, for the error.
+
+    Raises:
+        SkilltrainError: The prompt lacks a text, cannot be rendered or lacks a placeholder.
     """
     if not all(isinstance(texts.get(key), str) for key in ("system", "user")):
         problem = "a prompt has the keys system and user, each with a text"
@@ -76,11 +87,19 @@ def check_prompt(
 def _placeholder_fault(
     texts: Mapping[str, Any], values: Mapping[str, Any], required: Mapping[str, str]
 ) -> str:
-    """Return what is wrong with the placeholders of a prompt, or an empty text."""
+    """Return what is wrong with the placeholders of a prompt, or an empty text.
+
+    Args:
+        texts: The prompt: two templates, under the keys `system` and `user`.
+        values: An example value for each placeholder that a prompt may use.
+        required: For each placeholder that the prompt must use, a text of its example value.
+    """
+    # A wrong syntax or an unknown placeholder raises TemplateError.
     try:
         messages = "\n".join(render_messages(texts, values))
     except jinja2.TemplateError as error:
         return f"cannot be rendered: {error}"
+    # A placeholder was used if its example value is in the messages.
     for placeholder, text in required.items():
         if text not in messages:
             return f"does not use the placeholder {placeholder}"

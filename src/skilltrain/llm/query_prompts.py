@@ -100,12 +100,12 @@ def questions_of(
         return prompt.system.format(mark=mark), f"{framed_texts}\n{question}"
 
     return Questions(
-        llm,
-        asks,
-        messages,
-        lambda _, attempt: config.seed + attempt,
-        prompt.read,
-        config.max_retries + 1,
-        prompt.answer_tokens,
-        prompt.description,
+        llm=llm,
+        items=asks,
+        prompt=messages,
+        seed=lambda _, attempt: config.seed + attempt,
+        read=prompt.read,
+        max_attempts=config.max_retries + 1,  # the first attempt is no retry
+        answer_tokens=prompt.answer_tokens,
+        description=prompt.description,
     )

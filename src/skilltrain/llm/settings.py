@@ -80,9 +80,14 @@ class ServerConfig(Config):
     @field_validator("api_key_env")
     @classmethod
     def _check_variable_name(cls, value: str) -> str:
-        """Check that `api_key_env` is the name of a variable, and not the key itself."""
+        """Check that `api_key_env` is the name of a variable, and not the key itself.
+
+        pydantic would print the value of a ValueError. The value may be a key, so the error is a
+        SkilltrainError.
+        """
         without_underscores = value.replace("_", "a")  # `isalnum` refuses `_`
         is_name = without_underscores.isalnum() and not value[0].isdigit()
+        # The keys of many services start with `sk`, such as `sk-…` of OpenAI.
         may_be_key = value.startswith("sk")
         if may_be_key or not is_name:
             raise SkilltrainError(
@@ -95,12 +100,17 @@ class ServerConfig(Config):
     @field_validator("base_url")
     @classmethod
     def _check_base_url(cls, value: str) -> str:
-        """Check the address of a server, and return it without a slash at its end."""
+        """Check the address of a server, and return it without a slash at its end.
+
+        For example, `http://localhost:8000/v1/` becomes `http://localhost:8000/v1`.
+        """
         try:
             url = urllib.parse.urlsplit(value)
+            # Reading `url.port` raises ValueError for a port that is no number.
             is_url = url.scheme in ("http", "https") and url.hostname and url.port != 0
         except ValueError as error:  # malformed port or IPv6
             raise ValueError(_URL_HINT) from error
+        # A recipe is saved with every run, so it must not hold a password.
         if url.username or url.password or url.query:
             raise SkilltrainError(
                 "invalid-setting",

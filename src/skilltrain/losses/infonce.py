@@ -92,7 +92,8 @@ class InfoNCE(Loss):
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """Return the loss, summed over queries.
 
-        The settings choose one of four variants:
+        A positive is a pair of a query and a relevant skill. The settings choose one of four
+        variants:
             push_share: a loss without rejected skills, and a loss against them.
             One direction: queries are contrasted with skills.
             More directions, partition joint: all directions have one common denominator.
@@ -106,6 +107,7 @@ class InfoNCE(Loss):
             return contrast(batch, self.temperature, self._log_extra_terms(batch))
 
         # per_direction: a skill is contrasted with queries, and a query is contrasted with skills.
+        # The logarithm of the sum of e^{score/temperature} over the negatives of each positive.
         log_negatives = self._log_negatives(batch)["skill_to_query"]  # [positive]
         skill_to_query_loss = weighted_cross_entropy(
             log_negatives, batch, batch.scores, self.temperature
@@ -114,8 +116,13 @@ class InfoNCE(Loss):
         return (query_to_skill_loss + skill_to_query_loss) / 2
 
     def _pull_and_push(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        """Return the weighted sum of a loss without rejected skills and a loss against them."""
-        is_rejected = batch.gains < 0
+        """Return the weighted sum of a loss without rejected skills and a loss against them.
+
+        Rejected skills are those that a judge refused for the query. Their gain is below 0, and
+        other irrelevant skills have the gain 0.
+        """
+        # Candidates that are not valid take no part in a loss.
+        is_rejected = batch.gains < 0  # [query, candidate]
         without_rejected = replace(batch, valid=batch.valid & ~is_rejected)
         only_rejected = replace(batch, valid=batch.valid & (is_rejected | batch.is_positive))
         pull_loss = contrast(without_rejected, self.temperature)
@@ -155,10 +162,16 @@ class InfoNCE(Loss):
 
         The direction query_to_query has a row for each query, the others one for each positive. A
         row without negatives has -inf.
+
+        Args:
+            batch: Vectors of queries and skills. `batch.negatives` says for each direction which
+                columns are negatives of each row.
         """
         vectors = batch.vectors
         _, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
         positives = vectors.skills[column]  # [positive, dim]
+        # For each direction, the vectors of the rows and of the columns. `all_queries` holds the
+        # queries of all ranks.
         sides: dict[Direction, tuple[Tensor, Tensor]] = {
             "query_to_query": (vectors.queries, vectors.all_queries),
             "skill_to_query": (positives, vectors.all_queries),
@@ -168,6 +181,7 @@ class InfoNCE(Loss):
         for direction, (rows, columns) in sides.items():
             if direction in self.directions:
                 logits = cosines(rows, columns) / self.temperature  # [row, column]
+                # -inf adds nothing to a logsumexp.
                 logits = logits.masked_fill(~batch.negatives[direction], -torch.inf)
                 log_negatives[direction] = logits.logsumexp(1)
         return log_negatives

@@ -37,12 +37,12 @@ def contrast(
         The sum over queries.
     """
     # Mark the candidates of lower gain. Each positive is a (row, column) of the scores.
-    scores = batch.filled(0.0)
+    scores = batch.filled(0.0)  # [query, candidate], 0 for invalid candidates
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
     gains = batch.gains[row, column][:, None]  # [positive, 1]
     is_lower = batch.valid[row] & (batch.gains[row] < gains)  # [positive, candidate]
 
-    # Sum the negatives of each positive.
+    # Sum the negatives of each positive. Candidates that are no negatives add e^-inf, which is 0.
     logits = scores[row] / temperature  # [positive, candidate]
     log_negatives = logits.masked_fill(~is_lower, -torch.inf).logsumexp(1)  # [positive]
     if log_extra_negatives is not None:
@@ -58,7 +58,8 @@ def weighted_cross_entropy(
 ) -> Float[Tensor, ""]:
     """Return the weighted sum of the cross-entropy of each positive against its negatives.
 
-    The weight of a positive is its share in the gains of its query's positives.
+    The weight of a positive is its share in the gains of its query's positives. So each query with
+    positives has the total weight 1.
 
     Args:
         log_negatives: Logsumexp of each positive's negatives, already divided by `temperature`.
@@ -69,7 +70,8 @@ def weighted_cross_entropy(
     row, column = batch.is_positive.nonzero(as_tuple=True)  # each [positive]
     weights = gain_shares(batch, batch.is_positive)[row, column]  # [positive]
     differences = log_negatives - scores[row, column] / temperature  # [positive]
-    # softplus(n - p) = -log(e^p / (e^p + e^n))
+    # The loss of one positive is softplus(n - p) = -log(e^p / (e^p + e^n)), with the logit p of
+    # the positive and the logsumexp n of its negatives.
     return (weights * torch.nn.functional.softplus(differences)).sum()
 
 
@@ -113,12 +115,13 @@ class PointwiseBCE(Loss):
     temperature: Temperature = 1.0
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        scores = batch.filled(0.0) / self.temperature
-        labels = batch.is_positive.to(scores.dtype)
+        scores = batch.filled(0.0) / self.temperature  # [query, candidate]
+        labels = batch.is_positive.to(scores.dtype)  # 1 for positives, 0 for others
         losses = torch.nn.functional.binary_cross_entropy_with_logits(
             scores, labels, reduction="none"
         )
         sums = torch.where(batch.valid, losses, 0.0).sum(1)  # [query]
+        # A query without valid candidates adds 0, and `clamp` avoids a division by 0.
         return (sums / batch.valid.sum(1).clamp(min=1)).sum()
 
 
@@ -148,6 +151,7 @@ class ListNet(Loss):
     )
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        # The target says which share each candidate should have in the softmax of its query.
         if self.target_temperature is None:
             target = gain_shares(batch, batch.gains > 0)
         else:
@@ -183,6 +187,7 @@ class KL(Loss):
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         target = _softmax(batch.teacher_scores / self.teacher_temperature, batch.valid)
+        # sum_i P_i (log P_i - log Q_i). `xlogy` gives 0 for P_i = 0, where P_i log P_i gives NaN.
         return (torch.xlogy(target, target) - target * _log_softmax(batch, self.temperature)).sum()
 
 

@@ -57,7 +57,10 @@ def compact(value: float, decimals: int) -> str:
 def share(values: Sequence[bool] | Float[np.ndarray, " query"]) -> Interval:
     """Return the share of values that are 1, with the interval of Wilson (1927).
 
-    Unlike a bootstrap interval, it has a width even if all values are equal.
+    Unlike a bootstrap interval, Wilson's interval has a width even if all values are equal.
+
+    Args:
+        values: True or 1 for each query that counts, and False or 0 for the others.
 
     Raises:
         SkilltrainError: There are no values.
@@ -75,12 +78,18 @@ def separation(above: Sequence[float], below: Sequence[float], seed: int = SEED)
     """Return the AUROC: the probability that a value of `above` exceeds a value of `below`.
 
     Equal values count half. `n` is the number of values in both lists.
+
+    Args:
+        above: Values that should be higher, such as the scores of gold skills.
+        below: Values that should be lower.
+        seed: Seed of the random draws for the interval.
     """
-    # [value of above, value of below]
+    # 1 where the value of `above` is higher, 0.5 where both are equal: [value, value].
     wins = np.greater.outer(above, below) + 0.5 * np.equal.outer(above, below)
     rng = np.random.default_rng(seed)
     above_counts = _draw_counts(rng, len(above), RESAMPLES)  # [resample, value]
     below_counts = _draw_counts(rng, len(below), RESAMPLES)
+    # Add the wins of each resample. A pair counts as often as its two values were drawn.
     sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)  # [resample]
     low, high = np.quantile(sums / wins.size, _QUANTILES).tolist()
     return Interval(float(wins.mean()), low, high, len(above) + len(below))
@@ -115,9 +124,15 @@ def paired_differences(
     """Return the mean of each column of paired differences, with its interval and its p-value.
 
     The two-sided p-value is twice the share of resampled means that are 0 or have the other sign.
-    One extra resample on each side keeps it above 0. Equal systems have p = 1.
+    One extra resample on each side keeps the p-value above 0. Equal systems have p = 1.
+
+    Args:
+        differences: Value of one system minus value of another, one row per query.
+        clusters: Cluster of each query. Queries of a cluster are drawn together.
+        seed: Seed of the random draws.
     """
     means = resampled_means(differences, clusters, seed)
+    # A mean that is 0 but for rounding errors counts on both sides.
     num_low = np.count_nonzero(means <= _TOLERANCE, axis=0)
     num_high = np.count_nonzero(means >= -_TOLERANCE, axis=0)
     p_values = 2 * (1 + np.minimum(num_low, num_high)) / (RESAMPLES + 1)
@@ -132,6 +147,13 @@ def resampled_means(
 ) -> Float[np.ndarray, "resample column"]:
     """Return the column means of `RESAMPLES` resamples of the queries, or of their clusters.
 
+    A resample draws as many clusters as there are, and may draw one several times.
+
+    Args:
+        values: One row per query.
+        clusters: Cluster of each query. None: each query is a cluster of its own.
+        seed: Seed of the random draws.
+
     Raises:
         SkilltrainError: There are no values, or a value is not finite.
     """
@@ -139,10 +161,12 @@ def resampled_means(
     sums, sizes = cluster_sums(values, clusters)  # [cluster, column], [cluster]
     rng = np.random.default_rng(seed)
     means = np.empty((RESAMPLES, values.shape[1]))
+    # Draw only so many resamples at once that the draws fit into memory.
     step = max(1, _MAX_CELLS // len(sums))
     for start in range(0, RESAMPLES, step):
         num_resamples = min(step, RESAMPLES - start)
         counts = _draw_clusters(rng, len(sums), num_resamples)  # [resample, cluster]
+        # The sum of all drawn values, divided by the number of drawn queries.
         means[start : start + num_resamples] = counts @ sums / (counts @ sizes)[:, None]
     return means
 
@@ -160,7 +184,9 @@ def _check_values(values: Float[np.ndarray, "query column"]) -> None:
 def _draw_clusters(rng: np.random.Generator, num_clusters: int, num_resamples: int) -> np.ndarray:
     """Return how often each resample draws each cluster: [resample, cluster]."""
     draws = rng.integers(num_clusters, size=(num_resamples, num_clusters))  # [resample, draw]
-    draws += np.arange(num_resamples)[:, None] * num_clusters  # distinct numbers per resample
+    # Give each resample numbers of its own, so that one `bincount` counts all resamples. Cluster 2
+    # of resample 1 has the number num_clusters + 2.
+    draws += np.arange(num_resamples)[:, None] * num_clusters
     counts = np.bincount(draws.ravel(), minlength=draws.size)
     return counts.reshape(draws.shape)
 
@@ -173,22 +199,29 @@ def cluster_sums(
     Clusters are in the order of their first queries.
 
     Args:
+        values: One row per query.
         clusters: Cluster of each query. None: each query is a cluster.
     """
+    # Without common clusters, the sums are the values themselves.
     if clusters is None or len(set(clusters)) == len(values):
         return values, np.ones(len(values))
     number_by_cluster = {name: number for number, name in enumerate(dict.fromkeys(clusters))}
     numbers = np.array([number_by_cluster[name] for name in clusters])
     sums = np.zeros((len(number_by_cluster), values.shape[1]))
-    np.add.at(sums, numbers, values)
+    np.add.at(sums, numbers, values)  # `sums[numbers] += values` would skip repeated numbers
     return sums, np.bincount(numbers).astype(np.float64)
 
 
 def _intervals(
     values: Float[np.ndarray, "query column"], means: Float[np.ndarray, "resample column"]
 ) -> tuple[Interval, ...]:
-    """Return the interval of each column from its resampled means."""
-    ends = np.quantile(means, _QUANTILES, axis=0)
+    """Return the interval of each column from its resampled means.
+
+    Args:
+        values: One row per query.
+        means: Means of the columns of `values`, one row per resample.
+    """
+    ends = np.quantile(means, _QUANTILES, axis=0)  # [low and high, column]
     rows = np.vstack([values.mean(axis=0), ends])  # mean, low and high of each column
     # A rounding error must not leave the range of the values.
     rows = np.clip(rows, values.min(axis=0), values.max(axis=0))
@@ -198,8 +231,11 @@ def _intervals(
 def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     """Return Cohen's kappa of two judges, with an interval from resampled groups.
 
+    Kappa is 1 for full agreement and 0 for agreement by chance. The verdicts of one group are not
+    independent, so whole groups are drawn.
+
     Args:
-        groups: Verdicts of both judges on each skill, one list per request.
+        groups: Verdicts of both judges on each skill, one list of pairs per request.
 
     Returns:
         The kappa over all pairs. `n` is the number of pairs.
@@ -207,6 +243,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     pairs = [*chain.from_iterable(groups)]
     if not pairs:
         raise SkilltrainError("nothing-to-score", "no skill was judged twice")
+    # For each group, how often the first judge gave one label and the second another.
     labels = sorted(set(chain.from_iterable(pairs)))
     tables = np.zeros((len(groups), len(labels), len(labels)))  # [group, label, label]
     for number, group in enumerate(groups):
@@ -215,6 +252,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
 
     rng = np.random.default_rng(SEED)
     num_draws = _draw_counts(rng, len(groups), _KAPPA_RESAMPLES)  # [resample, group]
+    # The table of a resample is the sum of the tables of its groups.
     resampled_tables = np.tensordot(num_draws, tables, 1)  # [resample, label, label]
     low, high = np.quantile(cohens_kappa(resampled_tables), _QUANTILES)
     total_table = tables.sum(axis=0, keepdims=True)  # [1, label, label]
@@ -228,9 +266,11 @@ def cohens_kappa(tables: Float[np.ndarray, "table label label"]) -> Float[np.nda
     p is the share of equal verdicts, and e the share that independent judges would reach with the
     same frequencies of labels. If both judges use only one label, kappa is not defined, and 1 here.
     """
-    shares = tables / np.maximum(tables.sum((1, 2), keepdims=True), 1)
-    observed = np.trace(shares, axis1=1, axis2=2)
-    expected = (shares.sum(1) * shares.sum(2)).sum(1)
+    # Divide each table by its sum. An empty table would divide by 0.
+    shares = tables / np.maximum(tables.sum((1, 2), keepdims=True), 1)  # [table, label, label]
+    observed = np.trace(shares, axis1=1, axis2=2)  # p: [table]
+    expected = (shares.sum(1) * shares.sum(2)).sum(1)  # e: [table]
+    # e is 1 if both judges use only one label. Then 1 - e cannot be the divisor.
     is_defined = expected < 1
     kappas = (observed - expected) / np.where(is_defined, 1 - expected, 1)
     return np.where(is_defined, kappas, 1.0)

@@ -56,7 +56,12 @@ class SystemResult:
 
 
 def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
-    """Return the query ids of all systems, in the first system's order.
+    """Check that all systems have the same queries, and return the query ids.
+
+    The ids are in the first system's order.
+
+    Args:
+        results: Scores of each system. There is at least one system.
 
     Raises:
         SkilltrainError: Two systems have the same name, or different queries.
@@ -69,6 +74,7 @@ def shared_query_ids(results: Sequence[SystemResult]) -> tuple[str, ...]:
             fix = "give each system a name of its own"
             raise SkilltrainError("repeated-name", problem, where=f"system {system.name}", fix=fix)
         names.add(system.name)
+        # Ids that only one of the two systems has.
         different_ids = system.per_query.keys() ^ first.per_query.keys()
         if different_ids:
             problem = (
@@ -93,11 +99,12 @@ def values_of(
     Raises:
         SkilltrainError: A value is missing or not finite.
     """
+    # NaN marks a missing value.
     values = np.full((len(query_ids), len(measures)), math.nan)
     for row, query_id in enumerate(query_ids):
         scores = system.per_query[query_id]
         values[row] = [scores.get(name, math.nan) for name in measures]
-    bad_positions = np.argwhere(~np.isfinite(values))
+    bad_positions = np.argwhere(~np.isfinite(values))  # row and column of each bad value
     if len(bad_positions):
         row, column = bad_positions[0]
         first = f"{measures[column]} of query '{query_ids[row]}'"
@@ -111,7 +118,13 @@ def defined_queries(
 ) -> tuple[str, ...]:
     """Return the queries for which the measure has a value, in at least one system.
 
-    If only some systems have it, `values_of` raises the error.
+    Some measures have no value for some queries. Whether a value exists depends on the query and
+    not on the system. If only some systems have a value, `values_of` raises an error later.
+
+    Args:
+        results: Scores of each system.
+        query_ids: Ids of the queries to look at.
+        measure: Name of the measure.
     """
     defined_ids = []
     for query_id in query_ids:
@@ -160,8 +173,11 @@ def compare(
     """Compare pairs of systems by each measure, over the queries that have a value of it.
 
     Args:
+        results: Scores of each system, on the same queries.
         pairs: Names of baseline and system.
-        num_pairs: Number of planned pairs, which Holm's correction is over.
+        measures: Names of the measures.
+        num_pairs: Number of planned pairs, if more than these. Holm's correction is over all
+            planned pairs.
 
     Returns:
         The comparisons, pair by pair.
@@ -175,9 +191,11 @@ def compare(
         query_ids = defined_queries(results, all_queries, measure)
         if query_ids:
             comparisons += _compare_by(measure, results, pairs, query_ids)
+    # Put the measures of one pair together. The sort keeps the order of the measures.
     comparisons.sort(key=lambda comparison: pairs.index((comparison.baseline, comparison.system)))
+    # Measures without any value made no comparison.
     num_measures = len(comparisons) // len(pairs)
-    return with_holm(comparisons, num_pairs * num_measures)
+    return with_holm(comparisons, num_planned=num_pairs * num_measures)
 
 
 def _compare_by(
@@ -189,27 +207,39 @@ def _compare_by(
     """Compare pairs of systems by one measure, without Holm's correction.
 
     Args:
+        measure: Name of the measure.
+        results: Scores of each system.
         pairs: Names of baseline and system.
         query_ids: Queries for which the measure has a value.
     """
-    # [query], by system
+    # The values of each system: [query].
     values = {result.name: values_of(result, query_ids, [measure])[:, 0] for result in results}
     pair_differences = [values[system] - values[baseline] for baseline, system in pairs]
     differences = np.stack(pair_differences, axis=1)  # [query, pair]
     clusters = results[0].clusters_of(query_ids)
+    # Queries of one cluster are drawn together. For each pair: the interval and the p-value.
     bootstrapped = paired_differences(differences, clusters, results[0].seed)
     sums, _ = cluster_sums(differences, clusters)  # [cluster, pair]
 
     comparisons = []
     for number, (baseline, system) in enumerate(pairs):
         interval, p = bootstrapped[number]
+        # `_with_counts` sets the two counts.
         comparison = Comparison(system, baseline, measure, interval, num_better=0, num_worse=0, p=p)
         comparisons.append(_with_counts(comparison, sums[:, number]))
     return comparisons
 
 
 def _with_counts(comparison: Comparison, differences: Float[np.ndarray, " cluster"]) -> Comparison:
-    """Set the counts of a comparison and, if few clusters differ, the p-value of the sign test."""
+    """Set the counts of a comparison and, if few clusters differ, the p-value of the sign test.
+
+    If few clusters differ, the p-value of the bootstrap is too small, and the sign test is exact.
+
+    Args:
+        comparison: The comparison, with the p-value of the bootstrap.
+        differences: Sum of the differences of each cluster, system minus baseline.
+    """
+    # A rounding error must not count as a difference.
     rounded = np.round(differences, _DECIMALS)
     num_better = int((rounded > 0).sum())
     num_worse = int((rounded < 0).sum())
@@ -220,7 +250,10 @@ def _with_counts(comparison: Comparison, differences: Float[np.ndarray, " cluste
 def with_holm(comparisons: Sequence[Comparison], num_planned: int = 0) -> tuple[Comparison, ...]:
     """Set `p_holm` and `reading` of each comparison by Holm's correction over all of them.
 
+    The reading is `above` or `below` if the corrected p-value shows a difference.
+
     Args:
+        comparisons: Comparisons with their p-values before the correction.
         num_planned: Number of comparisons that the correction is over, if more than these.
     """
     adjusted = holm([comparison.p for comparison in comparisons], num_planned)
@@ -236,6 +269,7 @@ def with_holm(comparisons: Sequence[Comparison], num_planned: int = 0) -> tuple[
 def sign_test(differences: Float[np.ndarray, " query"]) -> float:
     """Return the two-sided p-value of the exact sign test.
 
+    The test asks how likely so many differences of one sign are if both signs are equally likely.
     For values of 0 and 1 this is McNemar's exact test.
 
     Args:
@@ -244,7 +278,7 @@ def sign_test(differences: Float[np.ndarray, " query"]) -> float:
     from scipy.stats import binomtest
 
     direction = np.sign(np.round(differences.sum(), _DECIMALS))  # 1, 0 or -1
-    signs = np.sign(differences)  # [query]
+    signs = np.sign(differences)  # [query], 1, 0 or -1
     num_differing = np.count_nonzero(signs)
     if direction == 0 or num_differing == 0:
         return 1.0
@@ -259,11 +293,16 @@ def holm(p_values: Sequence[float], num_planned: int = 0) -> list[float]:
     The i-th smallest of m values, counted from 0, is multiplied by m − i. The result is at least
     the previous one and at most 1.
 
+    For example, .01, .04 and .03 become .03, .06 and .06.
+
     Args:
+        p_values: The p-values, in any order.
         num_planned: Number of comparisons m, if some were not made. Their p-values count as 1.
     """
     order = np.argsort(p_values, kind="stable")
+    # m, m - 1, m - 2 and so on, for the p-values from the smallest to the largest.
     factors = max(num_planned, len(order)) - np.arange(len(order))
     adjusted = np.empty(len(order))
+    # `accumulate` makes each value at least the previous one. The index `order` restores the order.
     adjusted[order] = np.maximum.accumulate(factors * np.asarray(p_values)[order])
     return np.minimum(adjusted, 1.0).tolist()

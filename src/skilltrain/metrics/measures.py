@@ -175,10 +175,18 @@ def set_compat(ranking: Sequence[str], relevance: Relevance) -> float | None:
 
 
 def _num_gold(ranking: Sequence[str], relevance: Relevance, k: int) -> int:
+    """Return the number of gold skills in the top k."""
     return sum(skill_id in relevance.gold for skill_id in ranking[:k])
 
 
 def _discounted_ratio(ranking: Sequence[str], gains: Mapping[str, float], k: int) -> float:
+    """Return nDCG: the discounted gains of the top k, divided by those of the best order.
+
+    Args:
+        ranking: Skill ids, best first.
+        gains: Gain by skill id. Other skills have the gain 0.
+        k: Number of places that count.
+    """
     best_gains = sorted(gains.values(), reverse=True)[:k]
     ranked_gains = [gains.get(skill_id, 0.0) for skill_id in ranking[:k]]
     ratio = _discounted_sum(ranked_gains) / _discounted_sum(best_gains)
@@ -186,6 +194,7 @@ def _discounted_ratio(ranking: Sequence[str], gains: Mapping[str, float], k: int
 
 
 def _discounted_sum(gains: Sequence[float]) -> float:
+    """Return the sum of gain / log2(rank + 1), for gains in the order of a ranking."""
     return math.fsum(gain / math.log2(rank + 1) for rank, gain in enumerate(gains, 1))
 
 
@@ -195,12 +204,14 @@ def parse_measure(text: str) -> Measure:
     Raises:
         SkilltrainError: There is no such measure. The error suggests the nearest and lists all.
     """
+    # The pattern splits `nDCG@10 (copies)` into nDCG, 10 and ` (copies)`.
     match = _MEASURE.fullmatch(text)
     assert match is not None, "the pattern matches every text"
     name, cutoff, copies = match.groups()
     measure_names = plugin_paths("measure")
     is_import_path = ":" in name  # a measure of the user, as `module:function`
     is_known = is_import_path or name in measure_names
+    # A cutoff must be given exactly if the measure takes one.
     if is_known and has_cutoff(name) == bool(cutoff):
         return Measure(name, int(cutoff or 0), bool(copies))
 
@@ -219,7 +230,10 @@ def parse_measure(text: str) -> Measure:
 
 
 def _nearest_measure(name: str) -> str | None:
-    """Return the measure with the most similar name in lower case; None if none is similar."""
+    """Return the measure with the most similar name in lower case; None if none is similar.
+
+    For example, `ndgc` is similar to `nDCG`.
+    """
     # Names by their form in lower case, and by the usual abbreviations as in R@10 and P@10.
     name_by_lower_case = {"r": "Recall", "p": "Precision"}
     for option in plugin_paths("measure"):
@@ -261,6 +275,11 @@ def per_query(
 ) -> dict[str, dict[str, float]]:
     """Return the values by query id and name of the measure, for every query of `relevances`.
 
+    Args:
+        rankings: Ranked skill ids by query id. A query without a ranking scores 0.
+        relevances: The skills that each query asks for, by query id.
+        measures: The measures to compute.
+
     Raises:
         SkilltrainError: A ranked query is not in `relevances`, or `evaluate_query` fails.
     """
@@ -271,6 +290,7 @@ def per_query(
 
     values = {}
     for query_id, relevance in relevances.items():
+        # `evaluate_query` does not know the query, so add its id to an error.
         try:
             values[query_id] = evaluate_query(rankings.get(query_id, ()), relevance, measures)
         except SkilltrainError as error:
@@ -303,8 +323,9 @@ def evaluate_query(
 
     values = {}
     for measure in measures:
+        # A skill that does the same as a gold skill counts as gold.
         value = measure(ranking, resolve_alternatives(ranking, relevance, measure.copies))
-        if value is not None:
+        if value is not None:  # None: the measure is not defined for this query
             values[str(measure)] = value
     return values
 
@@ -356,6 +377,8 @@ def resolve_alternatives(
     Returns:
         A relevance without alternatives and copies.
     """
+    # The gold skill by each skill that can take its place. A skill that is an alternative and
+    # a copy counts as an alternative.
     gold_by_replacement = relevance.alternatives
     if copies:
         gold_by_replacement = {**relevance.copies, **relevance.alternatives}
@@ -365,11 +388,13 @@ def resolve_alternatives(
     # The first replacement of each gold skill, by the id of the gold skill.
     first_replacements: dict[str, str] = {}
     for skill_id in ranking:
+        # A gold skill can take its own place.
         gold_id = gold_by_replacement.get(skill_id, skill_id)
         if gold_id in relevance.gold:
             first_replacements.setdefault(gold_id, skill_id)
 
     gold = frozenset(first_replacements.get(gold_id, gold_id) for gold_id in relevance.gold)
+    # The replacement gets the gain of its gold skill. All other gains stay.
     gains: dict[str, float] = {}
     for skill_id, gain in relevance.gains.items():
         gains[first_replacements.get(skill_id, skill_id)] = gain

@@ -72,12 +72,15 @@ class SliceMeans:
     means: Mapping[str, Mapping[str, Interval]]
 
     def partly_defined(self) -> dict[str, int]:
-        """Return the number of queries with a value, for each measure that some lack."""
+        """Return the number of queries with a value, for each measure that some queries lack."""
         means = next(iter(self.means.values()))  # all systems have values for the same queries
         return {measure: mean.n for measure, mean in means.items() if mean.n < len(self.query_ids)}
 
     def best(self, measure: str) -> frozenset[str]:
-        """Return the systems with the highest mean, or none if all means are equal."""
+        """Return the systems with the highest mean, or none if all means are equal.
+
+        A report prints the best means in bold. If all are equal, none stands out.
+        """
         means = {}  # by system
         for system, mean_by_measure in self.means.items():
             if measure in mean_by_measure:
@@ -102,8 +105,13 @@ def means_by_slice(
     The first slice holds all queries.
 
     Args:
-        labels: Labels of each query.
+        results: Scores of each system, on the same queries.
+        labels: Labels of each query, such as its kind or its difficulty.
+        measures: Names of the measures.
         max_values: A label with more values has no slices.
+
+    Raises:
+        SkilltrainError: There is no system, query or measure, or the systems have other queries.
     """
     if not results or not labels or not measures:
         raise SkilltrainError(
@@ -111,6 +119,7 @@ def means_by_slice(
         )
     shared_query_ids(results)  # checks the queries
 
+    # Slices of several labels often have the same queries, so compute their means only once.
     means_by_queries = {}
     slices = []
     for label, queries_by_value in _queries_by_label(labels).items():
@@ -125,7 +134,13 @@ def means_by_slice(
 
 
 def _queries_by_label(labels: Mapping[str, Labels]) -> dict[str, dict[str, list[str]]]:
-    """Return the query ids by label and value. A query may have several values of a label."""
+    """Return the query ids by label and value. A query may have several values of a label.
+
+    The first label is `all`. All queries have its only value.
+
+    Args:
+        labels: Labels of each query by query id. Several values of a label are a tuple.
+    """
     queries = {ALL: {ALL: [*labels]}}
     for query_id, query_labels in labels.items():
         for label, values in query_labels.items():
@@ -147,10 +162,17 @@ def means_of(
     """Return the means over some queries, by system and measure.
 
     A mean is over the queries that have a value. Measures without any value are left out.
+
+    Args:
+        results: Scores of each system.
+        query_ids: Ids of the queries.
+        measures: Names of the measures.
     """
     means = {result.name: {} for result in results}
+    # Measures with values for the same queries can share the random draws of the bootstrap.
     measures_by_queries = _measures_by_queries(results, query_ids, measures)
     for defined_ids, group in measures_by_queries.items():
+        # One table for each system, side by side: a column is a measure of a system.
         values = [values_of(result, defined_ids, group) for result in results]
         clusters = results[0].clusters_of(defined_ids)
         all_values = np.concatenate(values, axis=1)  # [query, column]
@@ -180,9 +202,18 @@ def _measures_by_queries(
 def description_length_gaps(
     results: Sequence[SystemResult], slices: Sequence[SliceMeans], measure: str
 ) -> tuple[Row, ...]:
-    """Compare each system with the one before it, on each slice by description length.
+    """Compare each system with the system before it, on each slice by description length.
 
-    Queries without a value of the measure are left out.
+    A slice by description length holds the queries whose gold skills (the skills that they need)
+    have descriptions of a similar length. Queries without a value of the measure are left out.
+
+    Args:
+        results: Scores of each system.
+        slices: All slices. Those by other labels are ignored.
+        measure: Name of the measure.
+
+    Returns:
+        One row for each two systems and each slice, with the mean difference and its interval.
     """
     length_slices = [part for part in slices if part.label == DESCRIPTION_LENGTH]
     rows = []
@@ -209,18 +240,22 @@ def distinct_slices(slices: Sequence[SliceMeans]) -> tuple[SliceMeans, ...]:
 def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, Labels]:
     """Return the labels of each query: those of the benchmark, and four computed ones.
 
+    Gold skills are the skills that a query needs.
+
     Args:
-        tasks: Tasks of a benchmark.
+        tasks: Tasks of a benchmark. A task is a query with its gold skills.
         skills: Skills of the pool by id.
     """
     gold_by_query = {}
-    description_lengths = {}  # mean number of words
+    # For each query, the mean number of words in the descriptions of its gold skills.
+    description_lengths = {}
     for task in tasks:
         query_id = task.query.query_id
         gold = [skills[skill_id] for skill_id in gold_in_pool(task.relevance, skills)]
         gold_by_query[query_id] = gold
         if gold:
             description_lengths[query_id] = fmean(num_words(skill.description) for skill in gold)
+    # From `Q1`, the quarter of the queries with the shortest descriptions, to `Q4`.
     length_quarters = quartiles(description_lengths)
 
     labels = {}
@@ -228,6 +263,7 @@ def labels_of(tasks: Sequence[Task], skills: Mapping[str, Skill]) -> dict[str, L
         query_id = task.query.query_id
         length_quarter = length_quarters.get(query_id, "")
         all_labels = _labels_of_query(task, gold_by_query[query_id], length_quarter)
+        # An empty value means that the query has no such label.
         labels[query_id] = {label: value for label, value in all_labels.items() if value}
     return labels
 
@@ -236,10 +272,12 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
     """Return the labels of one query. Labels of the task replace computed labels.
 
     Args:
+        task: The query with the labels that the benchmark gives.
         gold: Gold skills of the query that are in the pool.
         length_quarter: Quarter by description length, such as `Q1, 4–11 words`.
     """
     text = task.query.text
+    # `language_of` may find no language in a short text. ASCII letters alone are probably English.
     language = language_of(text)
     if not language and text.isascii():
         language = "en"
@@ -247,6 +285,7 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
     domains = set()
     for skill in gold:
         if language and skill.lang:
+            # From the language of the query to that of the skill, such as `zh2en`.
             directions.add(f"{language}2{skill.lang}")
         if skill.category in _domain_by_category():
             domains.add(_domain_by_category()[skill.category])
@@ -262,6 +301,8 @@ def _labels_of_query(task: Task, gold: Sequence[Skill], length_quarter: str) -> 
 @cache
 def _domain_by_category() -> dict[str, str]:
     """Read the super-domain of each category that the stage `pool` assigns.
+
+    The file domains.yaml lists the categories of each super-domain.
 
     R3 has eight super-domains too, without published names. These names are ours.
     """
@@ -282,13 +323,16 @@ def quartiles(lengths: Mapping[str, float]) -> dict[str, str]:
     """
     from scipy.stats import rankdata
 
-    ranks = rankdata(list(lengths.values()))  # ties share their mean
+    # Ranks from 1, by length. Queries of equal length share the mean of their ranks.
+    ranks = rankdata(list(lengths.values()))
     queries_by_quarter = {}
     for query_id, rank in zip(lengths, ranks.tolist(), strict=True):
+        # Rank 1 covers the stretch from 0 to 1. Its middle lies in exactly one quarter.
         middle = rank - _HALF_RANK
         quarter = 1 + int(4 * middle // len(lengths))  # 1 to 4
         queries_by_quarter.setdefault(quarter, []).append(query_id)
 
+    # Name each quarter by its number, and by its shortest and its longest query.
     names = {}
     for quarter, query_ids in queries_by_quarter.items():
         quarter_lengths = [lengths[query_id] for query_id in query_ids]

@@ -16,6 +16,11 @@ _NUM_TOKENS = 64  # length of the shortest text of a measurement
 def checkpoint_layers(network: Any) -> None:
     """Recompute the layers in the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
+    The forward pass then keeps only the inputs of each layer, which saves memory and costs time.
+
+    Args:
+        network: A network of transformers.
+
     Raises:
         SkilltrainError: The network does not support it.
     """
@@ -39,7 +44,7 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
         network: Network of an encoder or a reranker.
         dtype: Number format of the computation.
     """
-    body = network.base_model
+    body = network.base_model  # the transformer without its head
     device = next(body.parameters()).device
     if device.type == "meta":
         device = torch.device("cpu")  # autocast does not support the device meta
@@ -93,12 +98,14 @@ def _saved_bytes(
     bytes_by_storage: dict[Any, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
+        """Count the bytes of a saved tensor. torch calls this for each tensor that it saves."""
         storage = tensor.untyped_storage()
         bytes_by_storage[storage] = storage.nbytes()
         return tensor
 
     hooks = torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor)
+    # In bfloat16, a training step runs under autocast.
     is_mixed = dtype == torch.bfloat16
     with hooks, torch.autocast(ids.device.type, dtype=torch.bfloat16, enabled=is_mixed):
-        functional_call(body, weights, (ids,))
+        functional_call(body, weights, (ids,))  # runs `body` with the given weights
     return sum(bytes_by_storage.values())

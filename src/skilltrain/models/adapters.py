@@ -80,7 +80,11 @@ def quantizing_options(adapter: AdapterConfig | None, sharded: bool = False) -> 
     There are none if the adapter does not quantise.
 
     Args:
-        sharded: Whether ranks will hold shards of the network.
+        adapter: Settings of the adapter; None if all weights are trained.
+        sharded: Whether ranks will hold shards of the network (FSDP2).
+
+    Raises:
+        SkilltrainError: The package bitsandbytes is not installed.
     """
     if not is_quantized(adapter):
         return {}
@@ -94,6 +98,7 @@ def quantizing_options(adapter: AdapterConfig | None, sharded: bool = False) -> 
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.bfloat16,
+        # FSDP2 casts what it shards to bfloat16, so packed weights are stored as such numbers.
         bnb_4bit_quant_storage=torch.bfloat16 if sharded else torch.uint8,
         llm_int8_skip_modules=[*_HEAD_NAMES],
     )
@@ -103,14 +108,23 @@ def quantizing_options(adapter: AdapterConfig | None, sharded: bool = False) -> 
 def add_adapter(network: Any, adapter: AdapterConfig) -> None:
     """Add an adapter to a network in place.
 
-    The adapter, a classification head and its pooler train in float32. All ranks must have the same
-    seed.
+    The adapter, a classification head and its pooler train in float32. All other weights stay as
+    they are. The adapter starts with random values, so all ranks must have the same seed.
+
+    Args:
+        network: A network of transformers. Its linear layers may be in 4 bits.
+        adapter: Settings of the adapter, such as its rank.
+
+    Raises:
+        SkilltrainError: The rank exceeds the width of every layer, or no layer is a target.
     """
+    # peft imports bitsandbytes, which would warn about a kernel that is not needed.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     from peft import LoraConfig, inject_adapter_in_model
 
     targets = _target_names(network, adapter)
     layers = [network.get_submodule(name) for name in targets]
+    # A matrix of a layer cannot have a rank above the smaller of its two sizes.
     widths = [min(layer.in_features, layer.out_features) for layer in layers]
     max_rank = max(widths)
     if adapter.rank > max_rank:
@@ -124,20 +138,28 @@ def add_adapter(network: Any, adapter: AdapterConfig) -> None:
         target_modules=targets,
         bias="none",
     )  # type: ignore[call-arg]
+    # Gradients must pass through layers in 4 bits. Find these layers by the name of their class,
+    # because bitsandbytes may not be installed.
     for name, module in network.named_modules():
         if type(module).__name__ == "Linear4bit":
             _keep_trainable_layout(name, module)
     inject_adapter_in_model(config, network)
 
+    # FSDP2 needs one number format for all trained weights, so adapters and heads are in float32.
     for name, parameter in network.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.float()
     for head in _trained_heads(network):
+        # The hook casts the inputs of the head from the format of the layers below to float32.
         head.float().requires_grad_(True).register_forward_pre_hook(cast_to_weight_dtype)
 
 
 def keep_input_dtype(network: Any) -> None:
-    """Leave it to autocast to cast the inputs of adapters. All forward passes must use autocast."""
+    """Leave it to autocast to cast the inputs of adapters. All forward passes must use autocast.
+
+    By default, peft casts the inputs to float32, the format of the adapter's weights. Autocast
+    would cast them back to bfloat16, so this step only costs time.
+    """
     from peft.tuners.lora import LoraLayer
 
     for module in network.modules():
@@ -148,6 +170,8 @@ def keep_input_dtype(network: Any) -> None:
 def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return peft's config of an adapter, and the weights of the adapter and a trained head.
 
+    With these two, peft can load the adapter onto the base model.
+
     Args:
         network: Network with an adapter.
         base: Source of the model without the adapter.
@@ -156,13 +180,15 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
     head_names = [name for name, module in network.named_modules() if module in trained_heads]
     config = network.peft_config[_ADAPTER]
     config.base_model_name_or_path = base
-    config.inference_mode = True
+    config.inference_mode = True  # peft loads the adapter with frozen weights
+    # peft has the target modules as a set, whose order changes from run to run.
     config.target_modules = sorted(config.target_modules)
     config.modules_to_save = head_names or None
 
     weights = {}
     for name, parameter in network.named_parameters():
         if parameter.requires_grad:
+            # A file of peft has a prefix in each name, and leaves out the name of the adapter.
             peft_name = f"base_model.model.{name.replace(f'.{_ADAPTER}.', '.')}"
             weights[peft_name] = parameter.detach().contiguous()
     return config, weights
@@ -171,16 +197,20 @@ def adapter_files(network: Any, base: str) -> tuple[Any, dict[str, torch.Tensor]
 def merge_adapter(network: Any) -> Any:
     """Merge the adapter into plain linear layers, in place, and return the network.
 
-    All weights must be on this process.
+    The weight W of a layer becomes W + (alpha / rank) B A. A and B are the adapter's matrices.
+
+    Args:
+        network: Network with an adapter. All weights must be on this process.
     """
     from peft.tuners.lora import LoraLayer
 
     if getattr(network, "is_quantized", False):
-        network.dequantize()
-        network.is_loaded_in_4bit = False
+        network.dequantize()  # turns 4-bit weights into ordinary numbers
+        network.is_loaded_in_4bit = False  # `dequantize` does not reset this mark
     for name, module in [*network.named_modules()]:
         if isinstance(module, LoraLayer):
             adapted: Any = module
+            # Replace the layer with an adapter by the linear layer inside.
             linear = adapted.get_base_layer()
             linear.weight.data += adapted.get_delta_weight(_ADAPTER)
             network.set_submodule(name, linear)
@@ -190,9 +220,15 @@ def merge_adapter(network: Any) -> Any:
 def _keep_trainable_layout(name: str, linear: Any) -> None:
     """Keep the weights of a 4-bit layer on a CPU in a layout through which gradients pass.
 
+    On CPUs with bfloat16 instructions, bitsandbytes changes a layer to a fast layout at the first
+    evaluation. No gradient passes through the fast layout, so this function switches it off.
+
     Args:
         name: Name of the layer, for errors.
         linear: A `Linear4bit` of bitsandbytes.
+
+    Raises:
+        SkilltrainError: The width of the layer is no multiple of the block that shares a scale.
     """
     if linear.weight.device.type != "cpu":
         return
@@ -205,15 +241,20 @@ def _keep_trainable_layout(name: str, linear: Any) -> None:
             "unsupported-model", fault, fix="train it on a GPU, or with quantize=none"
         )
     linear.support_avx512bf16_for_cpu = False
-    linear.state_dict()  # restores the ordinary layout
+    # As a side effect, `state_dict` returns weights in the fast layout to the ordinary layout.
+    linear.state_dict()
 
 
 def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
     """Return the names of the linear layers that get an adapter.
 
+    For example, the target `q_proj` selects `layers.0.self_attn.q_proj` and all other layers whose
+    names end so.
+
     Raises:
         SkilltrainError: No layer has a name that ends with one of the targets.
     """
+    # Heads train in full, and the output layer over the vocabulary stays frozen.
     excluded = {network.get_output_embeddings()}
     for head in _trained_heads(network):
         excluded.update(head.modules())
@@ -226,7 +267,7 @@ def _target_names(network: Any, adapter: AdapterConfig) -> list[str]:
 
     selected = set()
     for target in adapter.targets:
-        # proj must not match q_proj
+        # The dots keep `proj` from matching `q_proj`.
         matches = [name for name in names if f".{name}".endswith(f".{target}")]
         if not matches:
             last_components = [name.rpartition(".")[2] for name in names]

@@ -131,6 +131,7 @@ def task_of(
     """
     kind_label = "single" if len(relevance.gold) == 1 else "multi"
     all_labels = {**labels, "kind": kind_label, "origin": query.origin, "split": query.split}
+    # Leave out labels without a value, such as the split of a query that has none.
     filled_labels = {name: value for name, value in all_labels.items() if value}
     if not query.kind:
         query = replace(query, kind=kind_label)
@@ -148,6 +149,8 @@ def make_benchmark(
 ) -> Benchmark:
     """Make a benchmark from the tasks of one split, or of all splits.
 
+    A task is a query with its gold skills: the skills that the query needs.
+
     Args:
         folder: Folder of the benchmark.
         tasks: Tasks of all splits.
@@ -162,17 +165,20 @@ def make_benchmark(
         SkilltrainError: There is no task, a query has two splits, or `check_relevance` fails.
     """
     scored = _tasks_by_query(folder, tasks, split)
+    # An alternative does the same as a gold skill, and can take its place.
     if gold_skills is None:
         gold_ids: set[str] = set()
         for task in scored.values():
             gold_ids.update(task.relevance.gold, task.relevance.alternatives)
         gold_skills = [skill for skill in pool if skill.skill_id in gold_ids]
 
+    # Queries may be copied from the skills. A reader of the report must know this.
     num_passages = sum(task.query.origin == OWN_TEXT for task in scored.values())
     if num_passages:
         problem = f"{num_passages} of {len(scored)} queries are passages of the skills' own texts"
         notes = [*notes, f"{problem}: they favour BM25, which finds the same words"]
 
+    # The queries of other splits and the queries without a task are not scored.
     all_ids = {*query_ids, *(task.query.query_id for task in tasks)}
     return Benchmark(
         name=name_of(folder),
@@ -188,6 +194,14 @@ def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> d
     """Check the tasks of a split and return them by query id. If `split` is None, use all tasks.
 
     Query ids are distinct within a split, so a repeated id means that its query has two splits.
+
+    Args:
+        folder: Folder of the benchmark, for errors.
+        tasks: Tasks of all splits.
+        split: The split, such as `test`.
+
+    Raises:
+        SkilltrainError: There is no task, a query has two splits, or `check_relevance` fails.
     """
     if not tasks:
         raise SkilltrainError("empty-benchmark", "holds no query to score", where=folder)
@@ -208,6 +222,7 @@ def _tasks_by_query(folder: Path, tasks: Sequence[Task], split: str | None) -> d
             fix = "give the split to score"
             raise SkilltrainError("choose-split", problem, where=folder, fix=fix)
         scored[query_id] = task
+        # `check_relevance` does not know the query, so add its id to the error.
         try:
             check_relevance(task.relevance)
         except SkilltrainError as error:
@@ -280,16 +295,18 @@ def join_tiers(tiers: Sequence[Benchmark]) -> Benchmark:
 
 
 def gold_in_pool(relevance: Relevance, pool: Container[str]) -> list[str]:
-    """Return the gold skills in a pool, and alternatives of gold skills that it lacks.
+    """Return the gold skills in a pool, and alternatives of gold skills that the pool lacks.
 
     Args:
-        relevance: The skills that a query asks for.
+        relevance: The gold skills of a query, and their alternatives: other skills that do the
+            same.
         pool: Ids of the skills in the pool.
 
     Returns:
         Skill ids in alphabetical order.
     """
     skill_ids = {skill_id for skill_id in relevance.gold if skill_id in pool}
+    # An alternative counts only where the pool lacks the gold skill itself.
     for skill_id, gold_id in relevance.alternatives.items():
         if gold_id not in pool and skill_id in pool:
             skill_ids.add(skill_id)
@@ -324,6 +341,7 @@ def check_pool(benchmark: Benchmark, skill_ids: Collection[str]) -> Benchmark:
         for alternative_id, gold_id in relevance.alternatives.items():
             if alternative_id in pool:
                 replaceable_ids.add(gold_id)
+        # A gold skill is missing if the pool has neither the skill nor an alternative.
         for gold_id in sorted(gold - pool - replaceable_ids):
             missing.append(f"gold skill '{gold_id}' of query '{task.query.query_id}'")
 
@@ -360,7 +378,7 @@ def add_copies(benchmark: Benchmark, copies_by_skill: Mapping[str, Collection[st
         gold_by_skill.update(relevance.alternatives)
 
         judged_ids = {*relevance.gains, *relevance.alternatives}
-        copies: dict[str, str] = {}
+        copies: dict[str, str] = {}  # gold skill by the id of its copy
         # The lowest id comes last, so its copies replace those of higher ids.
         for skill_id in sorted(gold_by_skill, reverse=True):
             for copy_id in copies_by_skill.get(skill_id, ()):

@@ -39,9 +39,18 @@ _LIST_ITEM = re.compile(r"^\s*\d+\s*[.)]\s*(\S.*?)\s*$", re.MULTILINE)  # `1. ge
 
 
 def _split_tools(value: Any) -> Any:
-    """Return the names in an annotator's numbered list: `1. write`, `2. fetch`."""
+    """Return the names in an annotator's numbered list: `1. write`, `2. fetch`.
+
+    pydantic calls this function before it checks a field.
+
+    Args:
+        value: The list as text, or a list of names from our own file, which stays as it is.
+
+    Raises:
+        ValueError: The text is not empty, but has no numbered list.
+    """
     if not isinstance(value, str):
-        return value
+        return value  # pydantic checks it
     names = _LIST_ITEM.findall(value)
     if not names and value.strip():
         raise ValueError(f"expected a numbered list of tools, found '{value[:60]}'")
@@ -49,11 +58,14 @@ def _split_tools(value: Any) -> Any:
 
 
 def _split_steps(value: Any) -> Any:
-    """Return the steps in an annotator's numbered list, or the first line of a text without one."""
+    """Return the steps in an annotator's numbered list, or the first line of a text without one.
+
+    For example, "1. find the file" and "2. send it" on two lines become two steps.
+    """
     if not value:
         return []
     if not isinstance(value, str):
-        return value
+        return value  # a list from our own file, which pydantic checks
     return _LIST_ITEM.findall(value) or value.split("\n")[:1]
 
 
@@ -108,9 +120,11 @@ def read_livemcpbench(folder: Path, split: str | None) -> Benchmark:
     else:
         tools = _published_tools(folder / SERVERS)
         task_rows = _published_tasks(folder / ANNOTATIONS)
+    # `rows_by_id` raises an error if an id appears twice.
     tools_by_id = rows_by_id("skill", tools)
     task_rows_by_id = rows_by_id("task", task_rows)
 
+    # A task names its tools without their servers, and tools of several servers may share a name.
     skill_ids_by_name: dict[str, list[str]] = {}
     for skill_id, tool in tools_by_id.items():
         skill_ids_by_name.setdefault(tool.name, []).append(skill_id)
@@ -141,15 +155,15 @@ def _relevance_of(
         tool_names: Names of the needed tools.
         skill_ids_by_name: Ids of the tools with each name.
     """
-    gains: dict[str, float] = {}
-    alternatives: dict[str, str] = {}
-    for name in tool_names:
+    gains: dict[str, float] = {}  # by the id of a gold skill
+    alternatives: dict[str, str] = {}  # gold skill by the id of its alternative
+    for name in tool_names:  # a tool that no server has cannot be gold
         if name in skill_ids_by_name:
             gold_id, *alternative_ids = skill_ids_by_name[name]
             gains[gold_id] = 1.0
             for alternative_id in alternative_ids:
                 alternatives[alternative_id] = gold_id
-    return Relevance(frozenset(gains), gains, alternatives)
+    return Relevance(gold=frozenset(gains), gains=gains, alternatives=alternatives)
 
 
 def _notes(
@@ -195,11 +209,16 @@ def _published_tasks(file: Path) -> Iterator[tuple[str, _TaskRow]]:
 def _published_tools(file: Path) -> Iterator[tuple[str, _ToolRow]]:
     """Yield (file, tool) for the published tools, server by server.
 
-    A server of the file is `{"name": …, "tools": {toolset name: {"tools": [tool, …]}}}`.
+    A server of the file is `{"name": …, "tools": {toolset name: {"tools": [tool, …]}}}`. The skill
+    id of a tool is `TOOLSET/TOOL`.
+
+    Args:
+        file: The published file with all servers.
     """
     for server in read_json(file):
         for toolset_name, toolset in server["tools"].items():
             for tool in toolset["tools"]:
+                # A JSON schema lists the parameters of a tool as its properties.
                 schema = tool.get("inputSchema") or {}
                 values = {
                     "skill_id": f"{toolset_name}/{tool['name']}",

@@ -50,6 +50,7 @@ def read_unserved(file: Path) -> list[Query]:
     """
     queries = []
     for _, row in read_rows(_UnservedRow, file):
+        # The queries have no ids, so they are numbered.
         query_id = f"{UNSERVED}{len(queries) + 1}"
         queries.append(Query(query_id, row.query, kind="single", origin="", split=""))
     if not queries:
@@ -97,7 +98,10 @@ def read_tables(folder: Path, split: str | None) -> Benchmark:
 
 
 def _read_steps(folder: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the rows of PLANS by query id; empty if there is no such table."""
+    """Return the rows of the table PLANS by query id; empty if there is no such table.
+
+    Each row is one step of a compound task.
+    """
     file = table_path(folder, PLANS)
     if not file.exists():
         return {}
@@ -111,12 +115,13 @@ def _check_steps(rows: Iterable[Mapping[str, Any]], where: str) -> None:
     """Check that the steps of one plan can be ordered, each after the steps that it depends on.
 
     Args:
-        rows: Rows of PLANS of one query.
+        rows: Rows of the table PLANS of one query, one for each step.
         where: Location that errors name.
 
     Raises:
         SkilltrainError: A step depends on a missing step, or on itself.
     """
+    # For each step, the ids of the steps that must come before it.
     dependencies = {row["step_id"]: row["depends_on"] for row in rows}
     try:
         # The order also has the steps that others depend on, even if they have no row.
@@ -144,6 +149,7 @@ def _relevance_of(
         verdicts: Verdict by skill id.
         judgement_rows: Rows of the query in the table of judgements.
     """
+    # A required skill is one that the query cannot do without.
     required = {skill_id for skill_id, verdict in verdicts.items() if verdict is Verdict.REQUIRED}
     group_by_skill = {row["skill_id"]: row["group"] for row in judgement_rows}
     alternatives: dict[str, str] = {}
@@ -153,11 +159,14 @@ def _relevance_of(
         if are_required and skill_id != group:
             alternatives[skill_id] = group
 
+    # Required and useful skills have a gain for nDCG. Alternatives get that of their gold skill.
     gains: dict[str, float] = {}
     for skill_id, verdict in verdicts.items():
         if verdict in VERDICT_GAINS and skill_id not in alternatives:
             gains[skill_id] = VERDICT_GAINS[verdict]
-    return Relevance(frozenset(required - alternatives.keys()), gains, alternatives)
+    return Relevance(
+        gold=frozenset(required - alternatives.keys()), gains=gains, alternatives=alternatives
+    )
 
 
 def _by_query(table: pa.Table) -> dict[str, list[dict[str, Any]]]:
@@ -196,11 +205,20 @@ def load_benchmark(path: Path | Sequence[Path], split: str | None = None) -> Ben
 
 
 def _load(path: Path, split: str | None) -> Benchmark:
-    """Read one folder with the first reader that knows its form."""
+    """Read one folder with the first reader that knows its form.
+
+    Args:
+        path: Folder of the benchmark.
+        split: Split to score; None for all.
+
+    Raises:
+        SkilltrainError: There is no such folder, or no reader knows its form.
+    """
     if not path.is_dir():
         raise SkilltrainError("not-found", "no such folder; a benchmark is a folder", where=path)
     readers = [load_plugin("benchmark", name) for name in plugin_paths("benchmark")]
     for reader in readers:
+        # The marker is a file or folder that only benchmarks of this form have.
         if (path / reader.marker).exists():
             return reader.read(path, split)
     forms = ", or ".join(reader.form for reader in readers)

@@ -76,6 +76,7 @@ class _SkillRow(NamedRow):
 
         A skill without SKILL.md and body has its description as the body.
         """
+        # The first of these texts that is not blank becomes the body.
         texts = (self.skill_md, self.body, self.description)
         filled = [text for text in texts if text and text.strip()]
         return Skill(
@@ -96,10 +97,12 @@ class _Qrel(Row):
 
 
 def read_beir(folder: Path, split: str | None) -> Benchmark:
-    """Read a BEIR folder.
+    """Read a BEIR folder: queries, documents and judgements (qrels).
+
+    The documents become the skills of the pool. A folder without corpus.jsonl has no pool.
 
     Args:
-        folder: The folder.
+        folder: Folder with queries.jsonl, qrels/ and perhaps corpus.jsonl.
         split: Split to score; None for all.
     """
     queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries.jsonl"))
@@ -119,12 +122,15 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
 def read_skillret(folder: Path, split: str | None) -> Benchmark:
     """Read SkillRet's folder `data`.
 
+    Every split has its own queries, judgements (qrels) and pool of skills.
+
     Args:
-        folder: The folder.
+        folder: The folder, with skills/, queries/ and qrels/.
         split: Split to score; None for all.
     """
     tasks: list[Task] = []
     pool: dict[str, Skill] = {}
+    # Files of the same split have the same name in the three folders.
     for file in _split_files(folder / "qrels", split):
         skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills" / file.name))
         queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries" / file.name))
@@ -134,11 +140,17 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
     # The benchmark lists the queries of other splits as unscored.
     query_files = sorted((folder / "queries").glob("*.jsonl"))
     query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]
-    return make_benchmark(folder, tasks, split, query_ids, pool=[*pool.values()])
+    return make_benchmark(folder, tasks, split, query_ids=query_ids, pool=[*pool.values()])
 
 
 def _split_files(folder: Path, split: str | None) -> list[Path]:
-    """Return the file of a split in `folder`, or the files of all splits if it is None."""
+    """Return the file of a split in `folder`, or the files of all splits if `split` is None.
+
+    The name of a file is its split: `test.tsv` has the split `test`.
+
+    Raises:
+        SkilltrainError: There are no files, or there is none for the split.
+    """
     paths = [file for file in sorted(folder.glob("*")) if file.suffix in (".tsv", ".jsonl")]
     files = {file.stem: file for file in paths}
     if not files:
@@ -193,7 +205,10 @@ def _tasks(
 
 
 def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
-    """Yield (file and line, row) for the rows below the header `query-id corpus-id score`."""
+    """Yield (file and line, row) for the rows below the header `query-id corpus-id score`.
+
+    Columns are separated by tabs, and quotes are ordinary characters.
+    """
     check_regular(file)
     with file.open(encoding="utf-8-sig", newline="") as lines:
         reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)

@@ -100,7 +100,7 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         gold = entry.core_gt_ids
         if gold is None:
             gold = entry.gt_skill_ids
-        relevance = Relevance(frozenset(gold), entry.relevance)
+        relevance = Relevance(gold=frozenset(gold), gains=entry.relevance)
         labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
         query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
         tasks.append(task_of(query, relevance, labels, file))
@@ -119,7 +119,14 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
 
 
 def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
-    """Read the tasks of the parent folder, and their pool from the JSON Lines files of this one."""
+    """Read one tier: the tasks of the parent folder, ranked over the skills of this folder.
+
+    The folders `easy` and `hard` are tiers: two pools of skills for the same tasks.
+
+    Args:
+        folder: Folder of the tier, with JSON Lines files of skills.
+        split: Split to score; None for all.
+    """
     files = sorted([*folder.glob("*.jsonl"), *folder.glob("*.jsonl.gz")])
     if not files:
         problem = "holds no .jsonl or .jsonl.gz file with the skills of this tier"
