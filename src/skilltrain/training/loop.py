@@ -235,7 +235,7 @@ class Training:
             fault = f"a checkpoint is of step {position.step}, but the run has {num_steps} steps"
             raise SkilltrainError("damaged-checkpoint", fault, where=run.checkpoints)
         steps_per_epoch = math.ceil(num_steps / config.epochs)
-        start_time = time.monotonic() - position.seconds  # includes the time before a resume
+        start_time = time.monotonic() - position.seconds  # as if it had never stopped
         trackers = open_trackers(config.trackers, run.folder, run.recipe)
         with (
             out_of_memory_in_one_line(config, self.step_module),
