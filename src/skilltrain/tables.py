@@ -2,13 +2,6 @@
 
 Rows that do not fit a table are errors. Without the checks here, pyarrow would silently change or
 drop values.
-
-Notes:
-    - Arrow cannot compare a field with None.
-    - Parquet changes the names of list items, and a cast restores them.
-    - Memory of Arrow is released after skills are read, because it would keep as much as the texts
-      take.
-    - An empty table splits into one array of rows, but it has no query id.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -67,7 +60,8 @@ def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
     Args:
         name: Name of the table and of its file.
         key: Names of the columns that identify a row. Empty: rows may repeat.
-        columns: Kind by column, such as `text`. A kind that ends with `?` may be null.
+        columns: Kind by column, such as `text` or `texts?`. A column whose kind ends with `?` may
+            be null.
     """
     fields = [
         pa.field(column, _ARROW_TYPES[kind.rstrip("?")], nullable=kind.endswith("?"))
@@ -78,6 +72,8 @@ def _spec(name: str, key: str, /, **columns: str) -> TableSpec:
 
 def _spec_of(record: type, name: str, key: str, order: str = "") -> TableSpec:
     """Declare a table with a column for each field of a dataclass.
+
+    A field of type `str | None`, for example, becomes a text column that may be null.
 
     Args:
         record: The dataclass.
@@ -155,15 +151,19 @@ def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
     Args:
         rows: A DataFrame, or dicts or records.
         spec: Declaration of the table.
+
+    Raises:
+        SkilltrainError: A column is unknown or missing, or a value is null or has the wrong type.
     """
     mappings = []
     for row in rows_of(rows, f"table {spec.name}"):
         if isinstance(row, Mapping):
             mappings.append(row)
-        else:  # a record
+        else:  # a record may have fields that are not stored
             mappings.append({name: getattr(row, name) for name in spec.schema.names})
     _check_row_columns(mappings, spec)
 
+    # A row may lack a column that may be null.
     columns = []
     for field in spec.schema:
         values = [row.get(field.name) for row in mappings]
@@ -180,6 +180,7 @@ def _check_row_columns(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> No
         missing = required - row.keys()
         wrong_columns = unknown if unknown else missing
         if wrong_columns:
+            # Name only the first column in alphabetical order.
             fault = "unknown" if unknown else "missing"
             problem = f"{fault} column {min(wrong_columns)!r} in a row for table {spec.name}"
             raise SkilltrainError("wrong-columns", problem, where=f"row {position}")
@@ -190,6 +191,7 @@ def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
     try:
         return _array(values, field.type)
     except _CONVERSION_ERRORS:
+        # Arrow does not say which row is wrong. Convert each value alone to find the row.
         for position, value in enumerate(values):
             try:
                 _array([value], field.type)
@@ -197,7 +199,7 @@ def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
                 column = f"column '{field.name}' of table {spec.name}"
                 problem = f"a value does not fit {column}: {error}"
                 raise SkilltrainError("invalid-value", problem, where=f"row {position}") from error
-        raise
+        raise  # every value fits alone, but not together with the others
 
 
 def _array(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
@@ -210,6 +212,7 @@ def _array(values: list[Any], arrow_type: pa.DataType) -> pa.Array:
 def _would_change(value: Any, arrow_type: pa.DataType) -> bool:
     """Return whether Arrow would truncate a float to an int, or split a text into letters."""
     if pa.types.is_list(arrow_type) and value is not None:
+        # A list column takes lists of values. Arrow would accept a text as a list of its letters.
         item_type = arrow_type.value_type
         return isinstance(value, str) or any(_would_change(item, item_type) for item in value)
     return pa.types.is_integer(arrow_type) and isinstance(value, float)
@@ -222,7 +225,12 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
         table: The table.
         spec: Declaration of the table.
         where: Path or name of the table, for errors.
+
+    Raises:
+        SkilltrainError: A column differs, a value is null that may not be, or a key is repeated.
     """
+    # `field` is None if the table lacks a column, and `expected` is None if it has one too many.
+    # Arrow cannot compare a field with None.
     for field, expected in zip_longest(table.schema, spec.schema):
         if field is None or expected is None or field != expected:
             names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
@@ -230,6 +238,7 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
             fix = f"write it with skilltrain.tables.write_table(rows, {spec.name.upper()}, FOLDER)"
             raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
 
+    # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):
         problem = f"column '{field.name}' of table {spec.name} holds a null"
         if column.null_count and not field.nullable:
@@ -244,7 +253,10 @@ def _check_keys(table: pa.Table, spec: TableSpec, where: object) -> None:
     """Raise SkilltrainError if two rows have the same key."""
     if not spec.key:
         return
-    groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])  # rows per key
+    # Make one row per key. The column `count_all` holds the number of the key's rows. It is counted
+    # over no particular column, so the list of columns is empty.
+    groups = table.group_by(list(spec.key)).aggregate([([], "count_all")])
+    # A repeated key makes fewer groups than rows. The error names the most frequent key.
     if groups.num_rows < table.num_rows:
         most_rows_first = groups.sort_by([("count_all", "descending")])
         repeated = most_rows_first.slice(0, 1).to_pylist()[0]
@@ -272,6 +284,7 @@ def table_path(path: Path | str, spec: TableSpec) -> Path:
 def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path | str) -> Path:
     """Write a checked parquet table atomically and return the path of its file."""
     if isinstance(rows, pa.Table):
+        # The cast restores the names of list items, which parquet changes.
         table = _check_table(rows, spec, path).cast(spec.schema)
     else:
         table = table_from_rows(rows, spec)
@@ -294,6 +307,8 @@ def read_table(path: Path | str, spec: TableSpec) -> pa.Table:
         raise SkilltrainError("missing-table", f"no {spec.name} table here", where=file) from error
     except (pa.ArrowInvalid, OSError) as error:
         raise SkilltrainError("not-parquet", f"is not parquet: {error}", where=file) from error
+
+    # Tables of earlier versions lack columns that may be null. Add these columns, full of nulls.
     for field in spec.schema:
         if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
@@ -310,12 +325,14 @@ def read_lists(path: Path) -> list[dict[str, Any]]:
     rows = read_table(path, LISTS).to_pylist()
     for row in rows:
         where = f"{table_path(path, LISTS)}, the list of query {row['query_id']!r}"
+        # Each of these columns has a value per skill. Only the teacher scores may be null.
         num_skills = len(row["skill_ids"])
         for name in ("verdicts", "sources", "ranks", "teacher_scores"):
             values = row[name]
             if values is not None and len(values) != num_skills:
                 problem = f"holds {num_skills} skills, but {len(values)} {name}"
                 raise SkilltrainError("invalid-list", problem, where=where)
+        # Raise an error if a value is no verdict. The rows keep the plain texts.
         for verdict in row["verdicts"]:
             _as_verdict(verdict, where)
     return rows
@@ -324,6 +341,7 @@ def read_lists(path: Path) -> list[dict[str, Any]]:
 def read_skills(path: Path) -> list[Skill]:
     """Read the skills of a SKILLS table, in order."""
     skills = [Skill(**row) for row in read_table(path, SKILLS).to_pylist()]
+    # Otherwise Arrow would keep as much memory as the texts take.
     pa.default_memory_pool().release_unused()
     return skills
 
@@ -372,14 +390,20 @@ def rows_by_query(rankings: pa.Table) -> dict[str, Int64[np.ndarray, " row"]]:
     """Group the rows of a RANKINGS table by query.
 
     Returns:
-        Positions of rows, ascending, by query id. The ids are sorted.
+        Positions of rows by query id. The ids are sorted, and the rows of a query are in the order
+        of the table.
     """
+    # Number the distinct query ids. `query_numbers` holds the number of each row's query.
     encoded = rankings.column("query_id").combine_chunks().dictionary_encode()
     query_ids = encoded.dictionary.to_pylist()
     query_numbers = encoded.indices.to_numpy(zero_copy_only=False)  # [row]
+
+    # A stable sort puts the rows of each query side by side, in the order of the table.
     rows_in_query_order = np.argsort(query_numbers, kind="stable")
+    # The end of each query's rows in this order
     ends = np.cumsum(np.bincount(query_numbers, minlength=len(query_ids)))  # [query]
     rows = np.split(rows_in_query_order, ends[:-1])
+    # An empty table splits into one array of rows, but has no query id (`strict=False`).
     return dict(sorted(zip(query_ids, rows, strict=False)))
 
 
@@ -404,6 +428,7 @@ def check_ranked(rankings: pa.Table, pool_ids: Collection[str], where: object) -
 
 def texts_of(column: pa.ChunkedArray) -> list[str]:
     """Return a text column as a list. Equal texts are the same object, to save memory."""
+    # Arrow numbers the distinct texts. Python then makes one object per distinct text.
     encoded = column.combine_chunks().dictionary_encode()
     texts = encoded.dictionary.to_pylist()
     return [texts[number] for number in encoded.indices.to_numpy(zero_copy_only=False).tolist()]

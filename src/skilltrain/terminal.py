@@ -187,8 +187,9 @@ def say(message: str) -> None:
 def print_line(message: str, style: str = "") -> None:
     """Print a message on stderr, without characters that could control a terminal.
 
-    Lines of more than 2,000 characters are cut. On a terminal, lines are wrapped between words,
-    never inside a path. In a log file they are not wrapped.
+    A control character, for example, is shown as its code, such as `[U+001B]`. Lines of more than
+    2,000 characters are cut. On a terminal, lines are wrapped between words, never inside a path.
+    In a log file they are not wrapped.
     """
     lines = [shorten(line, _MAX_LINE_CHARS) for line in visible(message).split("\n")]
 

@@ -1,12 +1,6 @@
 """Run blocks of work on several processes of this machine, or on a Ray cluster.
 
 The results and their order do not depend on where they are computed.
-
-Notes:
-    - Processes are spawned. A forked process may hang if torch or faiss have started threads.
-    - Functions are pickled, and Ray does not accept partials.
-    - Ray uses the cluster that RAY_ADDRESS names, which then decides on the number of cores.
-    - All tasks of Ray are started before the first result is awaited.
 """
 
 import logging
@@ -52,22 +46,26 @@ def map_blocks(
     workers: WorkersConfig,
     description: str,
 ) -> Iterator[ResultT]:
-    """Call a function on blocks of work in several processes, and yield the results in order.
+    """Call a function on blocks of work in several processes, and show the progress.
 
     Args:
-        function: A top-level function, or a partial of one.
+        function: A top-level function or a partial of one, because it is pickled.
         blocks: Arguments of the function.
         workers: Where to run the function.
         description: Label of the progress bar.
+
+    Yields:
+        Results of the function, in the order of `blocks`.
 
     Raises:
         SkilltrainError: A worker raised it, or a worker process ended early.
     """
     if not blocks:
         return
+    # More processes than blocks would have nothing to do.
     num_processes = min(workers.num or _num_cores(), len(blocks))
     if workers.engine == "ray":
-        results = _run_on_ray(function, blocks, workers.num)
+        results = _run_on_ray(function, blocks, num_cores=workers.num)
     elif num_processes > 1:
         results = _run_in_processes(function, blocks, num_processes)
     else:
@@ -79,9 +77,13 @@ def _run_in_processes(
     function: Callable[[BlockT], ResultT], blocks: Sequence[BlockT], num_processes: int
 ) -> Iterator[ResultT]:
     """Yield `function(block)` for each block, computed in processes of this machine."""
+    # The processes share the cores, so each may use only its part of the threads.
     num_threads = max(1, _num_cores() // num_processes)
+    # Processes are spawned. A forked process may hang if torch or faiss have started threads.
     spawn = get_context("spawn")
-    executor = ProcessPoolExecutor(num_processes, spawn, _limit_threads, (num_threads,))
+    executor = ProcessPoolExecutor(
+        num_processes, mp_context=spawn, initializer=_limit_threads, initargs=(num_threads,)
+    )
     try:
         yield from executor.map(function, blocks)
     except BrokenProcessPool as error:
@@ -108,7 +110,11 @@ def _run_on_ray(
     Args:
         function: The function.
         blocks: Arguments of the function.
-        num_cores: Cores of this machine. None: all cores.
+        num_cores: Cores of this machine. None: all cores. The cluster that RAY_ADDRESS names
+            decides itself.
+
+    Raises:
+        SkilltrainError: Ray is not installed, a worker raised it, or Ray failed.
     """
     try:
         import ray
@@ -120,14 +126,16 @@ def _run_on_ray(
 
     _start_ray(ray, num_cores)
 
-    def call(block: Any) -> Any:  # Ray accepts no partials
+    def call(block: Any) -> Any:  # Ray does not accept partials
         return function(block)
 
     task: Any = ray.remote(call)
     get: Any = ray.get
     try:
+        # Start all tasks before waiting for the first result.
         yield from map(get, [task.remote(block) for block in blocks])
     except RayTaskError as error:
+        # Ray wraps the error of a worker. Raise the worker's own error, if it is for the user.
         if isinstance(error.cause, SkilltrainError):
             raise error.cause from error
         raise
@@ -142,7 +150,7 @@ def _start_ray(ray: Any, num_cores: int | None) -> None:
     if ray.is_initialized():
         return
     if os.environ.get("RAY_ADDRESS"):
-        num_cores = None
+        num_cores = None  # the cluster decides
     elif num_cores is None:
         num_cores = _num_cores()
     ray.init(

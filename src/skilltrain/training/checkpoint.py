@@ -3,23 +3,6 @@
 A checkpoint is written to a temporary folder, synced to disk, and then renamed. It may come from
 someone else, so reading it never runs code. DeepSpeed's own files are only read as tensors and
 numbers.
-
-Notes:
-    - One file holds all weights that train, also if each rank has a part of them, so that every
-      checkpoint can be exported. Frozen weights are not saved, because the base model has them.
-    - A full disk causes an OSError or a SafetensorError.
-    - safetensors lets only the owner read its file, so the mode of all files is set.
-    - The message of an UnpicklingError is not shown: it explains how to switch off the protection.
-    - Every rank reads the full weights, so no rank sends them (`src_data_rank=None`).
-    - Tied weights are one tensor with several names, and are stored under one of the names.
-    - Random states are restored last, because loading may use random numbers.
-    - Parameters may share a value of bitsandbytes, which safetensors refuses. So small values are
-      copied. Moments of AdamW are not, because they are large.
-    - A run may resume on more ranks than before, unless the ranks share the weights. A new rank has
-      no file, and keeps its current random state.
-    - DeepSpeed calls torch.load with weights_only=False, which allows code. An environment variable
-      sets weights_only=True instead. Three classes of DeepSpeed are allowed, because its files
-      contain them. They only hold numbers and settings.
 """
 
 import os
@@ -114,16 +97,26 @@ def save_checkpoint(
 ) -> None:
     """Save the model, the optimiser, the position and all random states as `folder`/step-N.
 
-    All ranks must call this.
+    All ranks must call this. One file holds all weights that train, even if each rank has a part
+    of them, so that every checkpoint can be exported. Frozen weights are not saved, because the
+    base model has them.
 
     Args:
-        position: Progress of the run.
-        keep: Number of the newest checkpoints to keep, besides the best one.
+        accelerator: Accelerator of the run.
+        model: The model that the accelerator has prepared.
+        optimizer: The optimiser that the accelerator has prepared.
+        folder: Folder of the run's checkpoints.
+        position: Progress of the run: the step N, and what a resumed run needs to know.
+        keep: Number of the newest checkpoints to keep. The best checkpoint is kept too.
+
+    Raises:
+        SkilltrainError: The checkpoint cannot be written.
     """
+    # Write to a temporary folder. A run that is stopped meanwhile leaves no broken checkpoint.
     final = folder / f"step-{position.step}"
     partial = folder / f"{final.name}.partial"
     if accelerator.is_main_process:
-        shutil.rmtree(partial, ignore_errors=True)
+        shutil.rmtree(partial, ignore_errors=True)  # left behind by a stopped run
         partial.mkdir(parents=True)
     accelerator.wait_for_everyone()
 
@@ -134,11 +127,12 @@ def save_checkpoint(
             save_file(weights, partial / WEIGHTS_FILE, metadata={"format": "pt"})
             state = _State(written_by=launch_of(accelerator), position=position)
             write_json(partial / STATE_FILE, state.model_dump(mode="json"))
-    except (OSError, SafetensorError) as error:
+    except (OSError, SafetensorError) as error:  # a full disk can cause either
         fault = f"cannot save a checkpoint: {reason_of(error)}"
         raise SkilltrainError("cannot-write", fault, where=partial) from error
     accelerator.wait_for_everyone()
 
+    # Rename the folder once all files are on the disk, and delete old checkpoints.
     if accelerator.is_main_process:
         _sync_files(partial)
         partial.rename(final)
@@ -151,7 +145,7 @@ def _sync_files(folder: Path) -> None:
     """Make all files of a folder readable for everyone, and sync them to disk."""
     for path in folder.rglob("*"):
         if path.is_file():
-            path.chmod(0o644)
+            path.chmod(0o644)  # safetensors lets only the owner read its file
         sync(path)
 
 
@@ -167,7 +161,8 @@ def checkpoints(folder: Path) -> list[Path]:
     """Return the complete checkpoints in `folder`, oldest first."""
     path_by_step = {}
     for path in folder.glob("step-*"):
-        step = path.name.removeprefix("step-")  # not N.partial
+        # An incomplete checkpoint has another name: step-N.partial.
+        step = path.name.removeprefix("step-")
         if step.isascii() and step.isdecimal():
             path_by_step[int(step)] = path
     return [path_by_step[step] for step in sorted(path_by_step)]
@@ -191,10 +186,15 @@ def load_checkpoint(
     """Restore the newest checkpoint of a folder, and return its position.
 
     Without a checkpoint, do nothing and return None.
+
+    Raises:
+        SkilltrainError: The checkpoint was written with another launcher, device or number of
+            processes (`launch_of`), or one of its files is missing, damaged, or would run code.
     """
     paths = checkpoints(folder)
     if not paths:
         return None
+    # Check that the launcher, the device and the number of processes are the same.
     newest = paths[-1]
     state = _read_state(newest)
     launch = launch_of(accelerator)
@@ -209,7 +209,10 @@ def load_checkpoint(
 def _restore(accelerator: Accelerator, model: nn.Module, optimizer: Any, checkpoint: Path) -> None:
     """Restore the weights, the optimiser's state and the random states.
 
-    Under DeepSpeed, its own files hold the weights too.
+    Under DeepSpeed, its own files hold the weights too, and `_load_states` restores them.
+
+    Raises:
+        SkilltrainError: A file is damaged, would run code, or does not fit the model.
     """
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         step_module = cast(nn.Module, accelerator.unwrap_model(model))
@@ -217,6 +220,7 @@ def _restore(accelerator: Accelerator, model: nn.Module, optimizer: Any, checkpo
     try:
         _load_states(accelerator, model, optimizer, checkpoint)
     except pickle.UnpicklingError as error:
+        # Do not show the message of the error: it explains how to switch off the protection.
         raise _damaged(checkpoint, "the checkpoint is damaged, or holds code") from error
     except (OSError, SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
         fault = f"the checkpoint is damaged: {type(error).__name__} {reason_of(error)}"
@@ -233,8 +237,13 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
     """Load a checkpoint's weights into a module. Frozen weights of the module do not change.
 
     Args:
-        module: The step module or its model.
-        prefix: Start of the names to remove: `model.` for the model, else an empty string.
+        module: The step module or its model. Each rank may have a part of its weights.
+        prefix: Start of the names in the checkpoint, which is removed: `model.` for the model, an
+            empty string for the step module.
+        checkpoint: Folder of the checkpoint.
+
+    Raises:
+        SkilltrainError: The weights cannot be read, or belong to another model.
     """
     file = checkpoint / WEIGHTS_FILE
     try:
@@ -243,6 +252,7 @@ def load_weights(module: nn.Module, prefix: str, checkpoint: Path) -> None:
         fault = f"cannot read the checkpoint's weights: {reason_of(error)}"
         raise SkilltrainError("damaged-checkpoint", fault, where=file) from error
 
+    # The names become those of the module's own weights.
     weights = {name.removeprefix(prefix): value for name, value in tensors.items()}
     mismatches = _load_into(module, weights)
     if mismatches:
@@ -254,7 +264,13 @@ def _load_into(module: nn.Module, weights: dict[str, Tensor]) -> list[str]:
     """Load weights by name into a module, and return the mismatches.
 
     A mismatch is a name that only the checkpoint or only the module has, or a wrong shape.
+
+    Args:
+        module: The step module or its model.
+        weights: Full weights of the checkpoint, by name.
     """
+    # Leave frozen weights out, and shard the others as the module's weights are sharded.
+    # `keep_vars` returns the parameters themselves, which tell tied weights by their identity.
     current = module.state_dict(keep_vars=True)
     named_parameters = module.named_parameters(remove_duplicate=False)
     frozen = {name for name, value in named_parameters if not value.requires_grad}
@@ -262,11 +278,15 @@ def _load_into(module: nn.Module, weights: dict[str, Tensor]) -> list[str]:
     for name, weight in weights.items():
         if name not in frozen:
             stored[name] = _distribute_like(current.get(name), weight)
+
+    # Load the weights. Find the names that only the module or only the checkpoint has.
     try:
         missing, unexpected = module.load_state_dict(stored, strict=False)
     except RuntimeError as error:  # a wrong shape
         return [str(error).splitlines()[-1].strip()]
 
+    # Tied weights are one tensor with several names, and are stored under one of the names. So a
+    # missing name is no mismatch if its tensor was loaded under another name.
     loaded_ids = {id(value) for name, value in current.items() if name not in missing}
     mismatches = [*unexpected]
     for name in missing:
@@ -277,9 +297,15 @@ def _load_into(module: nn.Module, weights: dict[str, Tensor]) -> list[str]:
 
 
 def _distribute_like(current: Tensor | None, weight: Tensor) -> Tensor:
-    """Shard a full weight over the ranks if the module's current weight is sharded."""
+    """Shard a full weight over the ranks if the module's current weight is sharded.
+
+    Args:
+        current: Weight of the module. FSDP2 shards it as a DTensor. None: the module has none.
+        weight: The full weight.
+    """
     if not isinstance(current, DTensor):
         return weight
+    # Every rank has read the full weight, so no rank sends it (`src_data_rank=None`).
     return distribute_tensor(
         weight.to(current.device), current.device_mesh, current.placements, src_data_rank=None
     )
@@ -298,7 +324,7 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     """Collect the trained weights and the buffers on the first rank. All ranks must call this.
 
     Returns:
-        Weights by name, on the CPU. Other ranks return no weights.
+        Weights by name, on the CPU. A tied weight has one name. Other ranks return no weights.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
         options = StateDictOptions(
@@ -310,7 +336,7 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
     if not accelerator.is_main_process:
         return {}
 
-    # One name per tied weight.
+    # The gathered weights have a tied weight under all its names. `named_parameters` lists it once.
     module = cast(nn.Module, accelerator.unwrap_model(model))
     names = {name for name, parameter in module.named_parameters() if parameter.requires_grad}
     names.update(name for name, _ in module.named_buffers())
@@ -334,7 +360,8 @@ def _read_state(checkpoint: Path) -> _State:
 def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Save the random states of this process, and its part of the optimiser's state.
 
-    Under DeepSpeed, its own files hold the optimiser's state and the weights.
+    Under DeepSpeed, its own files hold the optimiser's state and the weights. If all ranks have the
+    same state, only the first rank saves it.
     """
     device = accelerator.device
     random_states = {"cpu": torch.get_rng_state()}
@@ -347,10 +374,13 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
             str(folder), _DEEPSPEED_FOLDER, save_latest=False, exclude_frozen_parameters=True
         )  # type: ignore[operator]
     elif accelerator.is_main_process or shards_weights(accelerator):
+        # The key of a value is `<number of the parameter>.<name of the value>`.
         values = {}
         for number, parameter in enumerate(_parameters(optimizer)):
             for name, value in optimizer.state.get(parameter, {}).items():
                 local = value.to_local() if isinstance(value, DTensor) else torch.as_tensor(value)
+                # Parameters may share a small value of bitsandbytes, and safetensors refuses shared
+                # memory. So small values are copied. Moments are not, because they are large.
                 copy = local.cpu() if name in _ADAMW_MOMENTS else local.cpu().clone()
                 values[f"{number}.{name}"] = copy.contiguous()
         save_file(values, folder / _optimizer_file(accelerator))
@@ -359,7 +389,8 @@ def _save_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
 def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, folder: Path) -> None:
     """Restore the optimiser's state and the random states that `_save_states` saved.
 
-    Under DeepSpeed, its own files also hold the weights.
+    Under DeepSpeed, its own files also hold the weights. Random states are restored last, because
+    loading may use random numbers.
     """
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
         with _plain_data_only():
@@ -374,7 +405,11 @@ def _load_states(accelerator: Accelerator, model: nn.Module, optimizer: Any, fol
 
 
 def _restore_random_states(accelerator: Accelerator, file: Path) -> None:
-    """Restore the random states of this process, unless it is new and has no file."""
+    """Restore the random states of this process, unless it is new and has no file.
+
+    A run may resume on more ranks than before, unless the ranks share the weights. A new rank has
+    no file, and keeps its current random state.
+    """
     may_be_new = accelerator.process_index > 0 and not shards_weights(accelerator)
     if may_be_new and not file.is_file():
         return
@@ -401,7 +436,11 @@ def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
 
     Args:
         optimizer: The optimiser that the accelerator has prepared.
-        state_values: This rank's values by `<number of the parameter>.<name of the value>`.
+        state_values: This rank's values by `<number of the parameter>.<name of the value>`, for
+            example `3.exp_avg`.
+
+    Raises:
+        ValueError: A value is missing, or has another shape than its parameter.
     """
     parameters = _parameters(optimizer)
     states: dict[int, dict[str, Tensor | int]] = {}
@@ -409,14 +448,18 @@ def _restore_optimizer(optimizer: Any, state_values: dict[str, Tensor]) -> None:
         number_text, _, name = key.partition(".")
         number = int(number_text)
         state = states.setdefault(number, {})
+        # Moments are sharded like their parameter. A whole number, such as the number of steps of
+        # bitsandbytes, was stored as a tensor and becomes an int again.
         if name in _ADAMW_MOMENTS:
             state[name] = _shard_like(parameters[number], value)
         else:
             is_number = value.ndim == 0 and not value.is_floating_point()
             state[name] = int(value) if is_number else value
+    # A damaged file may lack some values of AdamW.
     for number, state in states.items():
         if isinstance(optimizer.optimizer, AdamW) and state.keys() != {"step", *_ADAMW_MOMENTS}:
             raise ValueError(f"the optimiser holds {sorted(state)} for parameter {number}")
+    # Only the values of the parameters are restored. Settings, such as betas, stay as they are.
     optimizer.load_state_dict(
         {"state": states, "param_groups": optimizer.state_dict()["param_groups"]}
     )
@@ -433,6 +476,9 @@ def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:
     Args:
         parameter: The parameter. Under FSDP2, it is a DTensor.
         local_values: Values for this rank's part of the parameter.
+
+    Raises:
+        ValueError: This rank's part of the parameter has another shape.
     """
     result = torch.zeros_like(parameter)
     local_part = result.to_local() if isinstance(result, DTensor) else result  # shares the memory
@@ -447,7 +493,13 @@ def _shard_like(parameter: Tensor, local_values: Tensor) -> Tensor:
 
 @contextmanager
 def _plain_data_only() -> Iterator[None]:
-    """Let torch.load refuse files that could run code, inside the `with` statement."""
+    """Let torch.load refuse files that could run code, inside the `with` statement.
+
+    DeepSpeed calls torch.load with weights_only=False, which allows code. The environment variable
+    sets weights_only=True instead. Three classes of DeepSpeed are allowed, because its files
+    contain them. They only hold numbers and settings.
+    """
+    # DeepSpeed is an optional dependency.
     from deepspeed.runtime.fp16.loss_scaler import LossScaler  # pyright: ignore
     from deepspeed.runtime.zero.config import ZeroStageEnum  # pyright: ignore
     from deepspeed.utils.tensor_fragment import fragment_address  # pyright: ignore

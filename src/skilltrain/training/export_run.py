@@ -30,11 +30,22 @@ def export_run(
     form: Form | None = None,
     adapter_only: bool = False,
 ) -> dict[str, Any]:
-    """Write the model of a training run to an empty or new folder.
+    """Write the model of a training run to the folder `out`.
 
     Args:
-        checkpoint: `step-N`, `best`, or None for the final model, else the newest checkpoint.
-        form: Form of the model, if not the trained one.
+        run: Folder of a training run, finished or not.
+        out: Folder to write. It must be empty or not exist.
+        checkpoint: `step-N` or `best`. None: the final model of a finished run, or the newest
+            checkpoint of an unfinished run.
+        published: Facts for the model card that the run does not know.
+        form: Form of the model, if not the one that training saves.
+        adapter_only: Whether to write only the adapter (LoRA), without a card.
+
+    Returns:
+        `out`, `stage`, and `checkpoint`, the name of the checkpoint with these weights.
+
+    Raises:
+        SkilltrainError: The run has no such checkpoint, form, adapter or report.
     """
     config, summary = _read_run(run)
     is_final_model = bool(summary) and checkpoint is None
@@ -46,20 +57,24 @@ def export_run(
         fault = "trained all weights, no adapter"
         raise SkilltrainError("conflicting-settings", fault, where=run, fix="leave out --adapter")
 
-    final_checkpoint = summary.get("checkpoint")
+    final_checkpoint = summary.get("checkpoint")  # None for an unfinished run
     checkpoint_name = final_checkpoint
     with staged_folder(out) as staged:
         if is_final_model and not adapter_only:
             copy_model(run, staged)
         else:
-            source = _find_checkpoint(run, checkpoint or final_checkpoint)
+            # If both names are None, `_find_checkpoint` takes the newest checkpoint.
+            source = _find_checkpoint(run, name=checkpoint or final_checkpoint)
             checkpoint_name = source.name
             if checkpoint_name != final_checkpoint:
-                summary = {}  # about the final model
+                summary = {}  # it describes the final model
             save_trained(config, source, staged, summary, adapter_only)
         if form is not None:
             write_form(staged, form)
+
+        # Write the model card. It names the checkpoint, unless this is the final one.
         if not adapter_only:
+            # The card needs only the shapes of the weights, so the model is on the device meta.
             model = open_model(staged, "meta", runs_code=config.model.trust_remote_code)
             recipe = config.model_dump(mode="json")
             card_name = None if checkpoint_name == final_checkpoint else checkpoint_name
@@ -69,7 +84,11 @@ def export_run(
 
 
 def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
-    """Return the settings and the summary of a run. The summary of an unfinished run is empty."""
+    """Return the settings and the summary of a run. The summary of an unfinished run is empty.
+
+    Raises:
+        SkilltrainError: The folder holds no training run, or another release wrote it.
+    """
     record = record_of(run)
     if not record:
         fault = f"holds no record of a training run: {RUN_FILE}"
@@ -77,6 +96,7 @@ def _read_run(run: Path) -> tuple[Train, Mapping[str, Any]]:
         raise SkilltrainError("no-run", fault, where=run, fix=fix)
     file = run / RECIPE_FILE
     RUN_FORMAT.check(record, run, fix=f"train again: skilltrain train {file} out=…")
+    # Load the settings with the class of the run's stage, `TrainEncoder` or `TrainReranker`.
     recipe = load_recipe(file)
     name = str(recipe.get("stage"))
     stage = load_stage(name)
@@ -94,9 +114,12 @@ def _find_checkpoint(run: Path, name: str | None) -> Path:
     Args:
         run: Folder of a training run.
         name: `step-N`, `best`, or None for the newest.
+
+    Raises:
+        SkilltrainError: There is no such checkpoint.
     """
     folder = run / CHECKPOINTS
-    paths = {path.name: path for path in checkpoints(folder)}
+    paths = {path.name: path for path in checkpoints(folder)}  # by name, oldest first
     if not paths:
         fix = "train for longer, or lower training.save_every"
         raise SkilltrainError("no-checkpoint", "holds no checkpoint", where=folder, fix=fix)
@@ -118,21 +141,34 @@ def push_model(
     into_existing: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Upload a finished training run, or an export, to `published.repo` on the Hub.
+    """Upload a model to the repository `published.repo` on the Hub.
 
-    All other files of the repository are deleted.
+    This is one commit, which deletes all other files of the repository.
 
     Args:
-        into_existing: Whether the repository may exist, with a README.md to replace.
-        dry_run: Whether to send nothing.
+        run: Folder of a finished training run, or one that `export_run` wrote.
+        published: Facts for the model card that the run does not know.
+        form: Form of the model, if not the one that training saves.
+        public: Whether the repository is public.
+        into_existing: Whether to upload into an existing repository that holds only a README.md.
+            The README.md is replaced.
+        dry_run: Whether to check everything but send nothing.
+
+    Returns:
+        `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
+
+    Raises:
+        SkilltrainError: The model would not work elsewhere, holds a secret, or the Hub refuses it.
     """
     assert published.repo is not None
     if not run.is_dir():
         raise SkilltrainError("not-found", "no such folder", where=run)
     record = record_of(run)  # empty for an export
+    # An export takes no options, because it is uploaded unchanged.
     has_options = bool(form or published.license or published.reports or published.base_model)
     _check_pushable(run, record, has_options)
 
+    # Export a run, or copy an export, and upload the files.
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         folder = Path(scratch) / "model"
         if record:
@@ -151,8 +187,13 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
     """Check that a folder can be pushed: a finished run, or an export.
 
     Args:
+        run: The folder.
         record: Record of the run; empty for an export.
-        has_options: Whether the user gives options, which an export cannot take.
+        has_options: Whether the user gives a form, a licence, a base model or reports. An export
+            cannot take them, because it already has its form and its model card.
+
+    Raises:
+        SkilltrainError: The folder cannot be pushed.
     """
     if record and not record.get("finished"):
         fault = "this training has not finished"
@@ -162,6 +203,7 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
         fault = "is an export, which is pushed unchanged"
         fix = "give --form, --license, --base-model and --report to `skilltrain export`"
         raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
+    # An export of only the adapter lacks some of these files.
     for name in (CHECKPOINT_FILE, "config.json", "README.md"):
         if not (run / name).is_file():
             fault = f"holds no model to push: no {name}"

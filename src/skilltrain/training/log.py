@@ -1,11 +1,4 @@
-"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers.
-
-Notes:
-    - wandb gets the public sections of the recipe and the metrics, but no console output, source
-      code, git state, packages or host name. WANDB_PROJECT sets the project.
-    - Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
-      whose origin is None.
-"""
+"""Log of a training run: metrics of each step for train_log.jsonl, the terminal and trackers."""
 
 import importlib.util
 import json
@@ -30,7 +23,7 @@ _PUBLIC_SECTIONS = ("stage", "loss", "adapter", "training")
 
 
 def note_of(metrics: Mapping[str, float]) -> str:
-    """Format the metrics of a step as one line."""
+    """Format the metrics of a step as one line, such as `loss 0.5312  lr 2.0e-05  |g| 1.07  …`."""
     texts = [
         f"loss {metrics['loss']:.4f}",
         f"lr {metrics['learning_rate']:.1e}",
@@ -39,7 +32,7 @@ def note_of(metrics: Mapping[str, float]) -> str:
         f"{metrics['tokens_per_second']:,.0f} tokens/s",
         f"padding {metrics['padding_share']:.0%}",
     ]
-    if "peak_gib" in metrics:
+    if "peak_gib" in metrics:  # only on a GPU
         texts.append(f"peak {metrics['peak_gib']:.1f} GiB")
     return "  ".join(texts)
 
@@ -81,8 +74,8 @@ class TrainingLog:
 
     def write_dev(self, step: int, metrics: Mapping[str, Interval]) -> None:
         """Write the metrics of an evaluation after `step`, with the interval of each."""
-        row = {}
-        tracked = {}
+        row = {}  # the file gets all figures of each interval
+        tracked = {}  # trackers get plain numbers
         for name, interval in metrics.items():
             row[name] = _round(asdict(interval)) | {"n": interval.n}
             tracked[f"dev/{name}"] = interval.mean
@@ -94,8 +87,12 @@ class TrainingLog:
         """Write the metrics of a step.
 
         Args:
+            step: Number of the step.
             row: Metrics as the file gets them.
             tracked: Metrics as the trackers get them.
+
+        Raises:
+            SkilltrainError: The file cannot be written.
         """
         if not self.active:
             return
@@ -114,11 +111,17 @@ def open_trackers(
     """Open accelerate's trackers of a run. Only the first process gets them.
 
     Args:
+        names: Trackers to open.
         folder: Folder of the run, and of the trackers' files.
-        recipe: Recipe of the run. Trackers get only its public sections.
+        recipe: Recipe of the run. wandb gets only its public sections.
+
+    Raises:
+        SkilltrainError: The package of a tracker is not installed.
     """
     for name in names:
         spec = importlib.util.find_spec(name)
+        # Earlier runs may have left a folder ./wandb. Python finds it as a package without a file,
+        # whose origin is None.
         if spec is None or spec.origin is None:
             fix = install_command("trackers")
             raise SkilltrainError("missing-package", f"{name} is not installed", fix=fix)
@@ -135,13 +138,18 @@ def open_trackers(
 
 
 def _wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> WandBTracker:
-    """Return a tracker that sends metrics and public settings to wandb, and nothing else."""
+    """Return a tracker that sends metrics and public settings to wandb, and nothing else.
+
+    wandb gets no console output, source code, git state, packages or host name. The environment
+    variable WANDB_PROJECT sets the project.
+    """
     import wandb  # pyright: ignore[reportMissingImports]  # an extra
 
     return WandBTracker(
         os.environ.get("WANDB_PROJECT", "skilltrain"),
         name=folder.resolve().name,
         dir=str(folder),
+        # Paths in the other sections reveal the machine.
         config={key: recipe[key] for key in _PUBLIC_SECTIONS if key in recipe},
         settings=wandb.Settings(
             console="off",
@@ -158,7 +166,7 @@ def _wandb_tracker(folder: Path, recipe: Mapping[str, Any]) -> WandBTracker:
 def _read_lines(path: Path, last_step: int) -> Iterator[str]:
     """Yield the lines of a log up to `last_step`. Incomplete lines are skipped."""
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):
+        with suppress(ValueError):  # an incomplete line is no JSON
             row = json.loads(line)
             if isinstance(row, dict) and row["step"] <= last_step:
                 yield line

@@ -1,24 +1,4 @@
-"""The training loop, which encoders and rerankers share.
-
-Notes:
-    - A resumed run keeps the token budget of its first start: another one changes the rounding.
-    - A signal may reach ranks in different steps, but all ranks must save together.
-    - The model returns a sum over this rank's queries. The launcher divides gradients by the number
-      of processes, so the loss is multiplied by it first. The launcher does not divide losses.
-    - Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each rank
-      would have to hold the whole gradient until the last batch.
-    - DeepSpeed updates the weights within `backward` if `sync_gradients` is true. A hook of the
-      optimiser checks its step, because the norm is not known earlier.
-    - An optimiser creates its state in the first step, so the probe holds tensors of ones before
-      it. Empty tensors would not do: a CPU only reserves their memory.
-    - If a step has several batches, its later ones need memory beside the gradients of the first,
-      so the probe runs the batch twice.
-    - On a CPU a probe would take too long, and DeepSpeed would update the weights in it.
-    - Tensors of different lengths fragment glibc's heap. Without `return_free_memory`, a run used
-      2.1 GB after 35 steps, only 0.6 GB of it for tensors, and its memory grew further.
-    - Some batch systems send SIGTERM to the launcher and to its workers, so a second SIGTERM does
-      not stop at once: the checkpoint must still be completed.
-"""
+"""The training loop, which encoders and rerankers share."""
 
 import ctypes
 import math
@@ -97,6 +77,8 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
     for training_list in lists:
         lists_by_weight.setdefault(training_list.weight, []).append(training_list)
 
+    # Repeat each list by the whole part of its weight. The fraction decides how many random lists
+    # occur once more.
     sample = []
     for weight, group in lists_by_weight.items():
         sample += group * int(weight)
@@ -111,6 +93,7 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
 def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[Batch]]:
     """Yield the batches of each optimiser step, for all epochs.
 
+    With batch_size 8 and accumulation 4, for example, a step has 4 batches of 8 lists.
     The order of the lists depends only on the seed and the epoch.
     """
     step_size = config.batch_size * config.accumulation
@@ -136,7 +119,7 @@ def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
+    groups = [group for group in groups if group["params"]]  # without empty groups
     return config.optimizer.create(groups, config.learning_rate)
 
 
@@ -144,11 +127,17 @@ def learning_rate_factor(step: int, num_steps: int, config: TrainingConfig) -> f
     """Return the share of the peak learning rate at `step`, counted from 0.
 
     The rate rises linearly during the warm-up, and then follows the scheduler.
+
+    Args:
+        step: Number of the step.
+        num_steps: Number of steps of the run.
+        config: Settings of the training run.
     """
     num_warmup = math.ceil(config.warmup_share * num_steps)
     if step < num_warmup:
         return (step + 1) / (num_warmup + 1)
     num_decay = max(1, num_steps - num_warmup)
+    # The scheduler gets the share of the steps after the warm-up that are done.
     return config.scheduler.factor((step - num_warmup) / num_decay)
 
 
@@ -160,7 +149,13 @@ def train(
     Returns:
         The position at the end, and the checkpoint to use: the best on the dev benchmark, or the
         last one without a benchmark.
+
+    Raises:
+        SkilltrainError: The loss or the gradient is not finite, or the gradient is too large. The
+            error names the step's queries.
+        StoppedError: Ctrl-C or SIGTERM arrived. A checkpoint has been saved.
     """
+    # Refuse to mix the checkpoints of an earlier run with new ones.
     check_folder_is_shared(accelerator, run.checkpoints)
     old_checkpoints = checkpoints(run.checkpoints)
     if old_checkpoints and not run.resume:
@@ -192,10 +187,14 @@ class Training:
     def __init__(
         self, accelerator: Accelerator, step: StepModule, config: TrainingConfig, run: Run
     ) -> None:
-        """Prepare the model and the optimiser. To resume, restore the newest checkpoint."""
+        """Prepare the model and the optimiser. To resume, restore the newest checkpoint.
+
+        Raises:
+            SkilltrainError: The newest checkpoint cannot be read, or does not fit the model.
+        """
         set_seed(config.seed, device_specific=True)  # another dropout mask on each rank
         if accelerator.device.type == "cpu" and not shards_weights(accelerator):
-            train_with_onednn(step)
+            train_with_onednn(step)  # faster linear layers
 
         self.accelerator = accelerator
         self.step_module = step
@@ -205,15 +204,18 @@ class Training:
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
         self.batches: Sequence[Batch] = ()
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
+            # DeepSpeed updates the weights within `backward`, and the norm of the gradient is not
+            # known earlier. So a hook checks the step just before the optimiser's update.
             optimizer.register_step_pre_hook(self._check_deepspeed_step)
 
         position = None
         if run.resume:
             position = load_checkpoint(accelerator, self.model, self.optimizer, run.checkpoints)
+        # Without a checkpoint, the run starts at step 0.
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
 
-        # Keep the budget when resuming.
+        # A resumed run keeps the token budget of its first start: another one changes the rounding.
         token_budget = self.position.token_budget or step.settings.token_budget
         self.position.token_budget = token_budget
         step.settings = replace(step.settings, token_budget=token_budget)
@@ -233,7 +235,7 @@ class Training:
             fault = f"a checkpoint is of step {position.step}, but the run has {num_steps} steps"
             raise SkilltrainError("damaged-checkpoint", fault, where=run.checkpoints)
         steps_per_epoch = math.ceil(num_steps / config.epochs)
-        start_time = time.monotonic() - position.seconds
+        start_time = time.monotonic() - position.seconds  # as if it had never stopped
         trackers = open_trackers(config.trackers, run.folder, run.recipe)
         with (
             out_of_memory_in_one_line(config, self.step_module),
@@ -241,7 +243,7 @@ class Training:
             StopRequest() as stop,
             progress("training", num_steps, position.step) as show,
         ):
-            if can_probe(self.accelerator):
+            if can_probe(self.accelerator):  # a lack of memory shows at once
                 self.probe_memory(largest_batch(self.step_module, chain.from_iterable(steps)))
 
             remaining_steps = steps[position.step :]
@@ -306,10 +308,11 @@ class Training:
         """Run one optimiser step, and return its metrics by name.
 
         Args:
-            batches: Batches of the step, with the lists of all ranks.
+            batches: Batches of the step. Each one holds the lists of all ranks.
         """
+        # Compute the gradients, check them, and change the weights.
         start_time = time.monotonic()
-        self.batches = batches
+        self.batches = batches  # for the hook `_check_deepspeed_step`
         num_queries = sum(len(batch) for batch in batches)
         mean_loss = self._backward(batches, num_queries)
         grad_norm = self._clip_gradients()
@@ -317,12 +320,13 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-        # Tokens of all ranks
+        # Add the tokens of all ranks, without and with padding.
         count = self.step_module.count
         counts = self._sum_over_ranks([count["tokens"], count["padded_tokens"]])
         num_tokens, num_padded_tokens = counts.tolist()
         count.clear()
 
+        # Update the position.
         self.position.step += 1
         self.position.loss = mean_loss
         self.position.queries += num_queries
@@ -346,16 +350,26 @@ class Training:
         """Accumulate the gradients of a step, and return its loss, the mean over all queries.
 
         Args:
-            batches: Batches of the step, with the lists of all ranks.
+            batches: Batches of the step. Each one holds the lists of all ranks.
             num_queries: Number of queries in all batches.
+
+        Raises:
+            SkilltrainError: The loss is no single number.
         """
         accelerator = self.accelerator
-        loss_scale = accelerator.num_processes / num_queries  # launchers average over ranks
+        # The model returns the sum over this rank's queries, and the mean is over `num_queries`.
+        # The launcher divides the gradients by num_processes, so they are multiplied by it first.
+        loss_scale = accelerator.num_processes / num_queries
+
+        # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each
+        # rank would have to hold the whole gradient until the last batch.
         syncs_every_batch = shards_state()
+
         scaled_sum = torch.zeros((), device=accelerator.device)
         for batch in batches:
             is_last = batch is batches[-1]
-            accelerator.sync_gradients = is_last  # for DeepSpeed
+            # DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
+            accelerator.sync_gradients = is_last
             is_synced = is_last or syncs_every_batch
             context = nullcontext() if is_synced else accelerator.no_sync(self.model)
             with context:
@@ -363,26 +377,38 @@ class Training:
                 _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
+
+        # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
 
     def _check_deepspeed_step(self, *_: Any) -> None:
         """Check the norm of the gradient before DeepSpeed changes the weights.
 
-        It changes them within `backward`. If the loss is not finite, neither is the norm.
+        It changes them within `backward`. If the loss is not finite, neither is the norm, so only
+        the norm is checked here.
         """
         zero_optimizer: Any = self.model.optimizer
         grad_norm = float(zero_optimizer._global_grad_norm)
         _check_step(0.0, grad_norm, self.batches, self.config.stop_grad_norm)
 
     def _clip_gradients(self) -> float:
-        """Clip the gradients, and return their norm before clipping."""
+        """Clip the gradients, and return their norm before clipping.
+
+        Under FSDP2 the norm is a DTensor, of which each rank has a part.
+        """
         norm: Any = self.accelerator.clip_grad_norm_(
             self.model.parameters(), self.config.max_grad_norm
         )
         return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
 
     def _evaluate_if_due(self, is_last: bool, log: TrainingLog) -> bool:
-        """Evaluate on the dev benchmark every few steps, and after the last step.
+        """Evaluate the model on the dev benchmark every few steps, and after the last step.
+
+        All ranks must call this.
+
+        Args:
+            is_last: Whether the last step has been done.
+            log: Log for the metrics.
 
         Returns:
             Whether the model was evaluated, and is better than in all evaluations before.
@@ -399,7 +425,7 @@ class Training:
         with torch.no_grad():
             metrics = dev.evaluate(self.model)
         self.model.train()
-        self.step_module.count.clear()  # tokens of the evaluation
+        self.step_module.count.clear()  # drop the tokens of the evaluation
 
         log.write_dev(num_steps_done, metrics)
         say(f"step {num_steps_done}: {dev.line(metrics)}")
@@ -418,16 +444,24 @@ class Training:
     def probe_memory(self, batch: Batch) -> float:
         """Run the largest batch forward and backward, so that a lack of memory shows at once.
 
-        Weights and random states do not change. All ranks must call this.
+        Weights and random states do not change, and the gradients are dropped. All ranks must call
+        this.
+
+        Args:
+            batch: The largest batch.
 
         Returns:
             Seconds of one forward and backward pass.
         """
         device = self.accelerator.device
+        # The tensors in `moments` occupy the memory that the optimiser will need.
         moments = self._placeholder_moments()
+
+        # If a step has several batches, its later ones need memory beside the gradients of the
+        # first. So the batch runs twice, and the second run is timed.
         rng_devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=rng_devices):
-            if self.config.accumulation > 1:  # gradients stay in memory
+            if self.config.accumulation > 1:
                 self.accelerator.backward(self.model(batch))
             start_time = time.monotonic()
             self.accelerator.backward(self.model(batch))
@@ -435,7 +469,7 @@ class Training:
             torch.cuda.synchronize(device)
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
-        self.step_module.count.clear()
+        self.step_module.count.clear()  # drop the tokens of this batch
         del moments
 
         if device.type == "cuda":
@@ -445,19 +479,23 @@ class Training:
         return seconds
 
     def _placeholder_moments(self) -> list[Tensor]:
-        """Return tensors as large as the optimiser's state, which the first step creates."""
+        """Return tensors as large as the optimiser's state, which the first step creates.
+
+        A resumed run has the state already, and needs no tensors.
+        """
         moments = []
         if not self.optimizer.state:
             for parameter in self.model.parameters():
                 if parameter.requires_grad:
                     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                     num_bytes = local.numel() * self.config.optimizer.bytes_per_weight
+                    # Empty tensors would not do: a CPU only reserves their memory.
                     moments.append(local.new_ones(num_bytes, dtype=torch.uint8))
         return moments
 
 
 def _check_is_number(loss: Tensor) -> None:
-    """Check that a loss is a tensor of one number."""
+    """Check that a loss is a tensor of one number. A plugin may return something else."""
     if loss.ndim > 0:
         problem = f"returns a tensor of shape {tuple(loss.shape)}, not a number"
         fix = "return the sum over queries"
@@ -470,9 +508,14 @@ def _check_step(
     """Check the loss and the gradient of a step before the gradient changes the weights.
 
     Args:
+        loss: Mean loss of the step.
         grad_norm: Norm of the gradient, before clipping.
-        batches: Batches of the step, for the error.
-        max_grad_norm: Largest norm that is allowed.
+        batches: Batches of the step: several, if gradients accumulate. The error names their
+            queries.
+        max_grad_norm: Largest norm that is allowed (`training.stop_grad_norm`).
+
+    Raises:
+        SkilltrainError: The loss or the gradient is not finite, or the gradient is too large.
     """
     if not math.isfinite(loss):
         fault = "the loss is not a finite number"
@@ -482,8 +525,9 @@ def _check_step(
         limit = f"training.stop_grad_norm {max_grad_norm:.3g}"
         fault = f"the gradient norm {grad_norm:.3g} exceeds {limit}"
     else:
-        return
+        return  # the step is sound
 
+    # A step may have hundreds of queries, so name only the first.
     query_ids = [training_list.query_id for training_list in chain.from_iterable(batches)]
     names = ", ".join(query_ids[:_MAX_QUERIES_IN_ERROR])
     if len(query_ids) > _MAX_QUERIES_IN_ERROR:
@@ -505,13 +549,20 @@ def largest_batch(step: StepModule, batches: Iterable[Batch]) -> Batch:
 
 
 def can_probe(accelerator: Accelerator) -> bool:
-    """Return whether `Training` can run a batch only to measure its memory."""
+    """Return whether `Training` can run a batch only to measure its memory.
+
+    On a CPU it would take too long, and DeepSpeed would update the weights in the backward pass.
+    """
     uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.device.type == "cuda" and not uses_deepspeed
 
 
 def return_free_memory(step: int, device: torch.device) -> None:
-    """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU."""
+    """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU.
+
+    Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
+    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
+    """
     is_due = device.type == "cpu" and step % _STEPS_PER_TRIM == 0
     if is_due and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
@@ -531,10 +582,12 @@ def out_of_memory_in_one_line(config: TrainingConfig, step: StepModule) -> Itera
         fixes = [] if step.settings.recompute else ["training.recompute=true"]
         fixes.append(f"a training.token_budget below {step.settings.token_budget}")
         fixes.append(f"a model.max_tokens below {step.model.settings.max_tokens}")
+        # A batch of one query cannot become smaller.
         if config.batch_size > 1:
             fixes.append(
                 f"a training.batch_size below {config.batch_size} (with more accumulation)"
             )
+        # With an adapter, only some parameters train.
         if all(parameter.requires_grad for parameter in step.parameters()):
             fixes.append("an adapter (LoRA)")
         raise SkilltrainError(
@@ -567,5 +620,6 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number
+        # A second Ctrl-C meets the former handler, which stops at once.
         if number == signal.SIGINT:
             signal.signal(number, self._previous_handlers[number])

@@ -1,16 +1,4 @@
-"""Chooses the memory settings of a training run before its first step.
-
-Notes:
-    - The stages that this process ran before leave free memory in the heap.
-    - On a CPU the weights are in memory already, so the available memory does not include theirs.
-    - All ranks must choose the same settings, so the memory of the first rank counts.
-    - On a CPU the last choice may need more than the preferred memory, which leaves room for other
-      programs, but not more than is available.
-    - On a GPU, the available memory includes the tensors of this process. On a CPU it is the share
-      of a rank, and a container may have less memory than the machine.
-    - Linux reports the peak of the resident memory as VmHWM, and Windows as peak_wset. macOS
-      reports only the present memory.
-"""
+"""Chooses the memory settings of a training run before its first step."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -42,26 +30,43 @@ _STATUS = Path("/proc/self/status")  # on Linux
 def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.device) -> None:
     """Choose recomputation and the token budget, unless the recipe sets them.
 
-    The choice is set in `step.settings`.
+    Recomputation saves memory: the backward pass computes activations again. The token budget
+    limits the tokens of a micro-batch.
+
+    The choices of `memory_choices` are tried in their order, until one fits. The chosen values are
+    set in `step.settings`, and one line of output names them.
 
     Args:
         step: The step module, whose network is not yet sharded.
+        config: Settings of the training run.
         device: Device on which the run trains.
+
+    Raises:
+        SkilltrainError: The available memory is too small for every choice.
     """
-    return_free_memory(0, device)
+    return_free_memory(0, device)  # of the stages that this process ran before
+
+    # Compute the memory that is left for the activations of the largest batch. On a CPU the weights
+    # are in memory already, so the available memory does not include theirs.
     batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
     bytes_in_use = weight_bytes(step) if device.type == "cpu" else 0
     needed_by_state = held_bytes(step, config.optimizer) - bytes_in_use
+    # All ranks must choose the same settings, so the memory of the first rank counts.
     available = of_first_rank(available_bytes(device)) - needed_by_state
+    # On a CPU, leave memory for other programs.
     preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
 
+    # Take the first choice that needs at most the preferred memory, else the last choice.
     needed = 0.0
     for settings in memory_choices(step.settings, config):
         step.settings = settings
+        # The ranks share the batch.
         needed = activation_bytes(step, batch, bytes_per_token) / launched_ranks()
         if needed <= preferred:
             break
+
+    # The last choice may need more than the preferred memory, but not more than is available.
     if needed > available:
         raise _out_of_memory(needed, available)
 
@@ -87,8 +92,10 @@ def memory_choices(settings: StepSettings, config: TrainingConfig) -> Iterator[S
 
     Args:
         settings: Settings of the step, with the largest token budget.
-        config: Settings of the recipe. Values that it sets do not change.
+        config: Settings of the recipe. If they set `recompute` or `token_budget`, that value does
+            not change.
     """
+    # If the recipe leaves the choice, try without recomputation first, which is faster.
     recompute = config.recompute
     if recompute is None:
         yield replace(settings, recompute=False)
@@ -103,12 +110,17 @@ def memory_choices(settings: StepSettings, config: TrainingConfig) -> Iterator[S
 
 
 def available_bytes(device: torch.device) -> int:
-    """Return the bytes of a device that this rank may take, including its own tensors."""
+    """Return the bytes that this rank may take on its device.
+
+    On a GPU, they include the bytes that tensors of this process already take. On a CPU, they are
+    its share of the free memory, because all ranks on one machine take from it.
+    """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
-        allocated = torch.cuda.memory_allocated(device)
+        allocated = torch.cuda.memory_allocated(device)  # by this process
         return int(_GPU_SHARE * (free + allocated))
 
+    # On a CPU, a container may have less memory than the machine.
     available = psutil.virtual_memory().available
     try:
         limit = int((_CONTAINER / "memory.max").read_text())
@@ -116,7 +128,7 @@ def available_bytes(device: torch.device) -> int:
         lines = (_CONTAINER / "memory.stat").read_text().splitlines()
         bytes_by_use = dict(line.split() for line in lines)
         cached = int(bytes_by_use["inactive_file"])  # given up on demand
-    except (OSError, ValueError, KeyError):  # no container limit
+    except (OSError, ValueError, KeyError):  # no container, or one without a limit
         return available // ranks_on_machine()
     return min(available, limit - used + cached) // ranks_on_machine()
 
@@ -131,19 +143,20 @@ def held_bytes(module: nn.Module, optimizer: OptimizerConfig) -> float:
     total = weight_bytes(module)
     for parameter in module.parameters():
         if parameter.requires_grad:
-            total += parameter.nbytes  # the gradient
+            total += parameter.nbytes  # the gradient is as large as the weight
             total += optimizer.bytes_per_weight * parameter.numel()
+    # Under FSDP2 and DeepSpeed, each rank has only a part of them.
     num_shards = launched_ranks() if shards_state() else 1
     return total / num_shards
 
 
 def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> int:
-    """Return the bytes that the activations of a batch take on one process.
+    """Return the bytes that the activations of a batch take, if one process computes all of it.
 
     Args:
         step: The step module.
         batch: Lists of the batch.
-        bytes_per_token: Bytes that a layer saves per token for the backward pass.
+        bytes_per_token: Bytes that one layer saves per token, for the backward pass.
     """
     network = step.model.network
     num_layers = network.config.num_hidden_layers
@@ -152,6 +165,8 @@ def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> 
     if not step.settings.recompute:
         return round(num_tokens * num_layers * bytes_per_token)
 
+    # With recomputation, each layer saves only its input, a vector per token. The backward pass
+    # recomputes the activations of one layer for one micro-batch at a time.
     vector_bytes = network.config.hidden_size * network.get_input_embeddings().weight.element_size()
     saved_inputs = num_tokens * num_layers * vector_bytes
     recomputed_layer = max(tokens_by_micro_batch) * bytes_per_token
@@ -161,12 +176,16 @@ def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> 
 def peak_bytes(device: torch.device) -> int:
     """Return the largest number of bytes that this process has occupied so far.
 
-    This is the memory of tensors on a GPU, and the resident memory on a CPU.
+    This is the memory of tensors on a GPU, and the resident memory of the process on a CPU.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    if _STATUS.exists():  # Linux
+
+    # Linux reports the peak of the resident memory as VmHWM.
+    if _STATUS.exists():
         status = dict(line.split(":", 1) for line in _STATUS.read_text().splitlines())
         return 1024 * int(status["VmHWM"].removesuffix("kB"))
+
+    # Windows reports the peak as peak_wset. macOS reports only the present memory (rss).
     memory: Any = psutil.Process().memory_info()
     return getattr(memory, "peak_wset", memory.rss)

@@ -1,13 +1,4 @@
-"""Makes the input of a loss from the model's output: scores, gains and masks of negatives.
-
-Notes:
-    - A loss that learns from a teacher uses only candidates with a teacher score.
-    - A query is a negative of another query if the two have no answer in common.
-    - Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
-      and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
-    - A skill is a negative of a positive if it is an in-batch negative of the positive's query.
-    - The key `query …` keeps a query from being its own negative when no skill is masked.
-"""
+"""Makes the input of a loss from the model's output: scores, gains and masks of negatives."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -55,15 +46,28 @@ class ScoreContext:
     def of(
         cls, data: TrainingSet, loss: Loss, in_batch: bool, mask: InBatchMask = "clusters"
     ) -> "ScoreContext":
-        """Collect the duplicate keys of all skills, and of the answers of all queries."""
+        """Collect the duplicate keys of all skills, and of the answers of all queries.
+
+        Args:
+            data: The training set.
+            loss: The loss.
+            in_batch: Whether skills of other queries are negatives.
+            mask: Which skills are left out of these negatives. It decides which keys count.
+        """
         answer_keys = {}
         for training_list in data.lists:
             query = training_list.query
+            # The key `query …` keeps a query from being its own negative when no skill is masked.
             keys = answer_keys.setdefault(query, {f"query {query}"})
             for skill_id in training_list.positives:
                 keys.update(_duplicate_keys(skill_id, data, mask))
         keys_by_skill = {key: _duplicate_keys(key, data, mask) for key in data.skills}
-        return cls(in_batch, loss.needs, keys_by_skill, answer_keys)
+        return cls(
+            in_batch,
+            loss.needs,
+            keys_by_skill=keys_by_skill,
+            answer_keys_by_query=answer_keys,
+        )
 
 
 def _duplicate_keys(key: str, data: TrainingSet, mask: InBatchMask) -> tuple[str, ...]:
@@ -73,23 +77,32 @@ def _duplicate_keys(key: str, data: TrainingSet, mask: InBatchMask) -> tuple[str
         key: Key of the skill or of one of its windows. A skill may not be in the training set.
         data: The training set.
         mask: Which of the keys count.
+
+    Returns:
+        Keys such as `id s12`, `name pdf` and `cluster 7`.
     """
     skill = data.skills.get(key)
     skill_id = skill.skill_id if skill else key
     name = name_key(skill.name) if skill else ""
     cluster = data.clusters.get(skill_id, "")
+    # The masks "none", "positives", "names" and "clusters" use the first 0, 1, 2 and 3 keys.
     num_keys = get_args(InBatchMask).index(mask)
     keys = (("id", skill_id), ("name", name), ("cluster", cluster))
     return tuple(f"{kind} {value}" for kind, value in keys[:num_keys] if value != "")
 
 
 def check_teacher_scores(data: TrainingSet, loss: Loss) -> None:
-    """Check that a teacher has scored every list, for a loss that needs its scores."""
+    """Check that a teacher has scored every list, for a loss that needs its scores.
+
+    Raises:
+        SkilltrainError: A list has no teacher scores; the error names its query.
+    """
     if not loss.needs.teacher_scores:
         return
     unscored = []  # ids of queries
     for training_list in data.lists:
         scores = training_list.teacher_scores
+        # A candidate that the teacher has not scored has NaN.
         if scores is None or all(map(math.isnan, scores)):
             unscored.append(training_list.query_id)
     if unscored:
@@ -121,7 +134,8 @@ class _ListTable:
             columns: Columns of the candidates of each list.
             num_columns: Number of columns of the table.
         """
-        sizes = np.array([*map(len, columns)], dtype=int)
+        # A list has one row. Repeat the number of the row for each candidate of the list.
+        sizes = np.array([*map(len, columns)], dtype=int)  # [list]
         rows = np.repeat(np.arange(len(lists)), sizes)
         self.lists = lists
         self.cells = (rows, np.fromiter(chain.from_iterable(columns), int))
@@ -130,7 +144,12 @@ class _ListTable:
 
     @classmethod
     def among(cls, lists: Sequence[TrainingList], skill_ids: Sequence[str]) -> "_ListTable":
-        """Make the table of the lists' candidates among all skills of a batch."""
+        """Make the table of the lists' candidates among all skills of a batch.
+
+        Args:
+            lists: The lists.
+            skill_ids: Skills of the batch. Each has a column, in this order.
+        """
         positions = {skill_id: position for position, skill_id in enumerate(skill_ids)}
         columns = []
         for training_list in lists:
@@ -161,9 +180,11 @@ class _ListTable:
         """Return the input of a loss, on the device of the scores.
 
         Args:
+            scores: Scores of the model.
             valid: Whether a candidate takes part in the loss.
-            needs: Whether the loss reads teacher scores and vectors.
-            negatives: Masks of negatives by direction.
+            needs: Whether the loss reads teacher scores and vectors. If not, they are left out.
+            vectors: Vectors whose cosines are the scores. None for a reranker.
+            negatives: Masks of negatives by direction (see `ScoredBatch`).
         """
         device = scores.device
         teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
@@ -205,16 +226,21 @@ def list_scores(
     Args:
         lists: Lists of this rank.
         pair_scores: Scores of all their candidates, list after list.
-        needs_teacher_scores: Whether the loss learns from a teacher.
+        needs_teacher_scores: Whether the loss learns from a teacher. Candidates without a teacher
+            score are then not valid.
     """
+    # Arrange the scores as a table. A shorter list ends with padding.
     sizes = [len(training_list.gains) for training_list in lists]
     scores_by_list = [*pair_scores.split(sizes)]
     scores = torch.nn.utils.rnn.pad_sequence(scores_by_list, batch_first=True)  # [list, candidate]
+
+    # The candidates of each list are in the first columns of its row.
     columns = [range(size) for size in sizes]
     table = _ListTable(lists, columns, num_columns=max(sizes))
     valid = table.is_listed
     if needs_teacher_scores:
         valid = valid & table.has_teacher_score()
+
     needs = Needs(teacher_scores=needs_teacher_scores)
     return table.to_scored_batch(scores, valid, needs, vectors=None, negatives={})
 
@@ -228,23 +254,33 @@ def encoder_scores(
     skill_vectors: Float[Tensor, "skill dim"],
     context: ScoreContext,
 ) -> ScoredBatch:
-    """Return the input of an encoder's loss on this rank's queries and all skills.
+    """Return the input of an encoder's loss: this rank's queries against the skills of all ranks.
 
     Args:
         local_lists: Lists of this rank.
         batch: Lists of all ranks.
-        all_queries: Vectors of the queries of `batch`, if the loss has several directions.
+        query_vectors: Unit vectors of the queries of `local_lists`.
+        all_queries: Unit vectors of the queries of `batch`. None for a loss that compares queries
+            with skills only.
+        skill_ids: The distinct skills of `batch`.
+        skill_vectors: Unit vectors of these skills.
+        context: Facts about the training set and the loss.
     """
+    # Find the candidates that take part in the loss: those of the query's list, and in-batch
+    # negatives. A loss that learns from a teacher uses only candidates with a teacher score.
     table = _ListTable.among(local_lists, skill_ids)
     valid = table.is_listed  # [query, skill]
     if context.in_batch:
         valid = valid | in_batch_negatives(local_lists, skill_ids, context)
     if context.needs.teacher_scores:
         valid = valid & table.has_teacher_score()
+
+    # Find the negatives of the loss's other directions, such as from skill to query.
     negatives = {}
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
 
+    # Compute the cosines of queries and skills.
     if all_queries is None:
         all_queries = query_vectors[:0]  # no rows
     vectors = Vectors(
@@ -276,21 +312,25 @@ def _negatives(
     skill_ids: Sequence[str],
     context: ScoreContext,
 ) -> dict[Direction, Bool[np.ndarray, "_ _"]]:
-    """Return masks of negatives by direction, except from query to skill.
+    """Return masks of negatives by direction, except from query to skill (see `ScoredBatch`).
 
     Args:
         table: Lists of this rank.
-        valid: Whether a candidate takes part in the loss.
+        valid: Whether a candidate of this rank's queries takes part in the loss.
         batch: Lists of all ranks.
         skill_ids: The distinct skills of `batch`.
+        context: Facts about the training set and the loss.
     """
+    # A query is a negative of another query if the two have no answer in common.
     answer_keys = [context.answer_keys_by_query[each.query] for each in table.lists]
     all_answer_keys = [context.answer_keys_by_query[each.query] for each in batch]
     has_common_answer = _share_a_key(answer_keys, all_answer_keys)  # [query, batch]
 
+    # Each positive of this rank is a pair of a query (row) and a skill (column).
     positives = (table.is_positive() & valid).nonzero()
     queries, skills = positives  # each [positive]
     gains = table.gains()[positives]  # [positive]
+    # A skill is a negative of a positive if it is an in-batch negative of the positive's query.
     skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]
     return {
         "query_to_query": ~has_common_answer,
@@ -311,7 +351,12 @@ def _queries_with_lower_gain(
     Args:
         gains: Gain of each positive for its own query.
         columns: Position in `skill_ids` of each positive.
+        batch: Lists of all ranks.
+        skill_ids: The distinct skills of `batch`.
+        context: Facts about the training set and the loss.
     """
+    # Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
+    # and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
     table = _ListTable.among(batch, skill_ids)
     is_candidate = table.is_listed | in_batch_negatives(batch, skill_ids, context)
     other_gains = table.gains()[:, columns].T  # [positive, batch]
@@ -321,7 +366,16 @@ def _queries_with_lower_gain(
 def _share_a_key(
     row_keys: Sequence[Set[str]], column_keys: Sequence[tuple[str, ...] | Set[str]]
 ) -> Bool[np.ndarray, "row column"]:
-    """Return whether each row has a key in common with each column."""
+    """Return whether each row has a key in common with each column.
+
+    For example, a query (row) and a skill (column) have a key in common if the skill is a known
+    answer of the query, or a duplicate of such an answer.
+
+    Args:
+        row_keys: Keys of each row.
+        column_keys: Keys of each column.
+    """
+    # Look up the columns of each key, which is faster than comparing each row with each column.
     columns_by_key = {}
     for column, keys in enumerate(column_keys):
         for key in keys:
@@ -329,5 +383,6 @@ def _share_a_key(
     is_shared = np.zeros((len(row_keys), len(column_keys)), bool)
     for row, keys in enumerate(row_keys):
         for key in keys:
+            # A key that no column has selects no columns.
             is_shared[row, columns_by_key.get(key, [])] = True
     return is_shared

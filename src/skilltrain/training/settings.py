@@ -77,9 +77,13 @@ class DevConfig(Config):
         """Check the rankers and the metric.
 
         Args:
-            kind: Kind of ranker that the model in training must be.
-            requirement: Text of the error if it is of another kind.
+            kind: Kind of ranker that the model in training must be: `dense` or `rerank`.
+            requirement: Text of the error if the model in training is of another kind.
+
+        Raises:
+            ValueError: The rankers or the metric cannot measure the model in training.
         """
+        # The first ranker must find skills, not only order them.
         first_members = flatten_rankers(self.rankers[:1])
         if any(member.only_orders for member in first_members):
             raise ValueError(
@@ -87,6 +91,7 @@ class DevConfig(Config):
                 "for instance {kind: saved, rankings: FOLDER}"
             )
 
+        # One ranker must be the model in training.
         members = flatten_rankers(self.rankers)
         kinds = [member.kind for member in members if member.is_in_training]
         if not kinds:
@@ -99,9 +104,13 @@ class DevConfig(Config):
         """Check that the last ranker can change the metric.
 
         A reranker that orders 20 candidates cannot change Recall@20, for example.
+
+        Raises:
+            ValueError: The metric is the same for every order of the candidates.
         """
         measure = parse_measure(self.metric)
-        num_candidates = self.rankers[-1].num_read  # None: all
+        # Number of candidates that the last ranker reads. None: all of them
+        num_candidates = self.rankers[-1].num_read
         ignores_order = measure.name in _UNORDERED_MEASURES
         if ignores_order and num_candidates is not None and measure.cutoff >= num_candidates:
             raise ValueError(

@@ -1,19 +1,4 @@
-"""Modules that hold a model and its loss, and compute the loss of a batch of training lists.
-
-Notes:
-    - accelerate reads `_no_split_modules` to shard the model (FSDP2).
-    - Ranks exchange weights and gradients, so all of them must run the model equally often, forward
-      and backward. A rank without texts or lists computes others, which do not count.
-    - A packed model has no padding, and computes the common beginning of pairs once.
-    - Each lookup of token embeddings has a gradient as large as the embeddings of the whole
-      vocabulary, so those of all items are looked up at once.
-    - With 8 ranks, the slowest takes 1.10 times the mean time if skills are sorted by length, and
-      1.18 times unsorted.
-    - FSDP2 copies each dataclass and list among the inputs of a module, with all that it holds. So
-      `TextsToEncode` and `PairsToScore` are plain classes.
-    - `embed` reads the table of token embeddings outside of the layers' `forward`, so FSDP2 must
-      not shard a class that contains the table.
-"""
+"""Modules that hold a model and its loss, and compute the loss of a batch of training lists."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -78,14 +63,18 @@ class StepSettings:
 
 
 class TextsToEncode:
-    """Token ids of texts to encode, the same on every rank."""
+    """Token ids of texts to encode, the same on every rank.
+
+    This is a plain class, because FSDP2 copies each dataclass and list among the inputs of a
+    module, with all that it holds.
+    """
 
     def __init__(self, texts: Sequence[TokenIds]) -> None:
         self.texts = texts
 
 
 class PairsToScore:
-    """Pairs to score, by query, the same on every rank."""
+    """Pairs to score, by query, the same on every rank. See `TextsToEncode` for the plain class."""
 
     def __init__(self, lists: Sequence[Sequence[PairIds]]) -> None:
         self.lists = lists
@@ -112,13 +101,15 @@ class _Step(nn.Module, Generic[ModelT]):
         self.data = data
         self.settings = settings
         self.count = Counter[str]()
+        # accelerate reads this attribute to shard the model (FSDP2).
         self._no_split_modules = _layer_classes(model.network)
         if settings.recompute:
             checkpoint_layers(model.network)
 
+        # Everything but the texts that token ids depend on. It is part of the cache file's name.
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
-        # The key is the text.
+        # The text of a query is the key of its token ids.
         query_by_text = {training_list.query: training_list.query for training_list in data.lists}
         self.query_token_ids = made_by_first_rank(
             lambda: tokenize_texts(query_by_text, model.tokenize_queries, identity, cache)
@@ -134,22 +125,28 @@ class _Step(nn.Module, Generic[ModelT]):
         groups: Groups,
         is_counted: bool,
     ) -> Float[Tensor, "item ..."]:
-        """Run a function of the model, one micro-batch at a time.
+        """Run the model on texts or pairs, one micro-batch at a time.
 
         Args:
+            function: Runs the model on one micro-batch, and returns one row per item.
             items: Texts or pairs.
             groups: Positions of the items of each micro-batch.
             is_counted: Whether to add the tokens of the items to `self.count`.
         """
         model = self.model
         if self.settings.is_sharded:
+            # All ranks must run the model equally often, so split groups until this rank has as
+            # many as the rank with the most.
             max_groups = highest_on_any_rank(len(groups), model.device)
             groups = split_groups(groups, max_groups)
         if is_counted:
             padded_tokens = sum(self.padded_tokens_of(items, groups))
+            # A packed model has no padding, and computes the common beginning of pairs once.
             tokens = padded_tokens if model.is_packed else sum(map(len, items))
             self.count.update(padded_tokens=padded_tokens, tokens=tokens)
         if torch.is_grad_enabled():
+            # Look up the token embeddings of all items at once, because each lookup has a gradient
+            # as large as the embeddings of the whole vocabulary.
             items = model.embed(items)
         return run_micro_batches(function, items, groups)
 
@@ -158,7 +155,7 @@ class _Step(nn.Module, Generic[ModelT]):
         return [
             self.model.num_slots([items[position] for position in group])
             for group in groups
-            if group
+            if group  # a group may be empty
         ]
 
 
@@ -177,45 +174,63 @@ class EncoderStep(_Step[Encoder]):
         """Return the loss of a batch, summed over the queries of this rank.
 
         For `TextsToEncode`, return the vectors [text, dim] of all texts.
+
+        Args:
+            batch: Lists of all ranks, or texts.
         """
         if isinstance(batch, TextsToEncode):
             rank, world = rank_and_world()
-            vectors, _ = self._encode(batch.texts[rank::world], batch.texts[0])
+            # With n ranks, each rank encodes every n-th text.
+            vectors, _ = self._encode(batch.texts[rank::world], any_text=batch.texts[0])
             return gather_rows(vectors, len(batch.texts))
         return self._loss(batch)
 
     def _loss(self, batch: Sequence[TrainingList]) -> Float[Tensor, ""]:
-        """Return the loss of a batch, summed over the queries of this rank."""
+        """Return the loss of a batch, summed over the queries of this rank.
+
+        Args:
+            batch: Lists of all ranks. A list has a query and its candidates.
+        """
+        # Collect the token ids of the queries and distinct skills of all ranks.
         skill_ids = self._distinct_skills(batch)
         queries = [self.query_token_ids[training_list.query] for training_list in batch]
         skills = [self.skill_token_ids[skill_id] for skill_id in skill_ids]
         late_interaction = self.settings.late_interaction
+        # The late loss reads token vectors, padded to the longest text. 0: no token vectors.
         padded_length = max(map(len, [*queries, *skills])) if late_interaction else 0
 
-        # This rank encodes its share.
+        # Encode this rank's share: with n ranks, every n-th query and every n-th skill.
         rank, world = rank_and_world()
         local_queries = queries[rank::world]
         local_texts = [*local_queries, *skills[rank::world]]
+        # A rank without texts encodes queries[0], because all ranks must run the model.
         vectors, tokens = self._encode(local_texts, queries[0], padded_length)
         num_queries = len(local_queries)
-        query_vectors = vectors[:num_queries]  # [query, dim]
+
+        # Compare this rank's queries with the skills of all ranks.
+        query_vectors = vectors[:num_queries]  # [local query, dim]
         skill_vectors = gather_rows(vectors[num_queries:], len(skills))  # [skill, dim]
+        # Some losses also compare queries or skills with the queries of all ranks.
         all_queries = None
         if self.context.needs.directions:
             all_queries = gather_rows(query_vectors, len(batch))  # [query of all ranks, dim]
-
+        # `scored` holds the score of each local query and each skill, and the mask of positives.
         local_lists = batch[rank::world]
         scored = encoder_scores(
             local_lists, batch, query_vectors, all_queries, skill_ids, skill_vectors, self.context
         )
         loss = self.loss(scored)
+
+        # Add the late loss, which compares token vectors (MaxSim).
         if late_interaction:
             query_tokens = _without_padding(tokens[:num_queries], local_queries)
             skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
             scores = max_sim(query_tokens, skill_tokens)  # [query, skill]
             late_scored = ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
             loss = loss + late_interaction(late_scored)
-        zero = skill_vectors[:0].sum()  # for ranks without queries
+
+        # A rank without queries must run backward too. Add 0, computed from the model's output.
+        zero = skill_vectors[:0].sum()
         return loss + zero
 
     def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
@@ -223,6 +238,7 @@ class EncoderStep(_Step[Encoder]):
         skill_ids = sorted(_skill_ids(batch))
         _, world = rank_and_world()
         if world > 1:
+            # With 8 ranks, the slowest takes 1.10 times the mean time; unsorted, 1.18 times.
             skill_ids.sort(key=lambda skill_id: -len(self.skill_token_ids[skill_id]))
         return skill_ids
 
@@ -243,23 +259,29 @@ class EncoderStep(_Step[Encoder]):
         """Encode the texts of this rank.
 
         Args:
-            any_text: Text that is encoded if there are no texts.
-            padded_length: Number of token vectors per text.
+            texts: Token ids of each text. A rank may have no texts.
+            any_text: Text that is encoded if there are no texts. Every rank must run the model,
+                because ranks exchange weights and gradients.
+            padded_length: Number of token vectors per text. 0: only the texts' vectors are needed.
 
         Returns:
-            Unit vectors of texts and of tokens. Zero vectors pad shorter texts.
+            Unit vectors of the texts, and unit vectors of the tokens of each text. A text with
+            fewer than `padded_length` tokens ends with zero vectors.
         """
         model = self.model
         has_texts = len(texts) > 0
         inputs = texts if has_texts else [any_text]
         groups = model.micro_batches(inputs, self.settings.token_budget)
 
+        # `with_tokens` returns the text's vector, followed by the vectors of the tokens.
         has_tokens = padded_length > 0
         function = partial(model.with_tokens, num_tokens=padded_length) if has_tokens else model
         vectors = self.run(function, inputs, groups, is_counted=has_texts)
         vectors = vectors[: len(texts)]  # without `any_text`
         if not has_tokens:
-            vectors = vectors[:, None]  # [text, 1, dim]
+            vectors = vectors[:, None]  # from [text, dim] to [text, 1, dim]
+
+        # Separate the vectors [text, 1 + token, dim]. There may be 0 tokens.
         text_vectors = vectors[:, 0]  # [text, dim]
         token_vectors = vectors[:, 1:]  # [text, token, dim]
         return text_vectors, token_vectors
@@ -272,33 +294,41 @@ class RerankerStep(_Step[Reranker]):
         """Return the loss of a batch, summed over the queries of this rank.
 
         For `PairsToScore`, return the scores [pair] of all pairs.
+
+        Args:
+            batch: Lists of all ranks, or pairs.
         """
         if isinstance(batch, PairsToScore):
             return self._gathered_scores(batch.lists)
 
+        # Every rank must run the model forward and backward. A rank without a list takes the first
+        # list instead, but its loss gets weight 0, and its tokens are not counted.
         rank, world = rank_and_world()
         has_list = rank < len(batch)
         local_lists = batch[rank::world] if has_list else batch[:1]
         pairs = [self.make_pairs(training_list) for training_list in local_lists]
         scores = self._scores(pairs, is_counted=has_list)
         loss = self.loss(list_scores(local_lists, scores, self.loss.needs.teacher_scores))
-        return loss if has_list else loss * 0  # keeps the backward pass
+        return loss if has_list else loss * 0  # a constant 0 would have no backward pass
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
-        """Score the lists of this rank, and return the scores of all lists."""
+        """Score all lists. Each rank scores some of them, and returns the scores of all."""
+        # Every rank must run the model. A rank without a list scores the first list, and drops its
+        # scores when it arranges them in rows.
         rank, world = rank_and_world()
         local_lists = lists[rank::world]
         has_list = len(local_lists) > 0
         scores = self._scores(local_lists if has_list else lists[:1], is_counted=has_list)  # [pair]
 
-        # One row per list
+        # Arrange the scores of this rank in rows of equal length, one per list.
         sizes = torch.tensor([len(pairs) for pairs in lists])
         is_pair = torch.arange(int(sizes.max())) < sizes[:, None]  # [list, column]
-        is_local_pair = is_pair[rank::world]  # [local list, column]
-        num_local_pairs = int(is_local_pair.sum())
+        is_local_pair = is_pair[rank::world]  # [list of this rank, column]
+        num_local_pairs = int(is_local_pair.sum())  # 0 without a list
         rows = scores.new_zeros(is_local_pair.shape)
         rows[is_local_pair] = scores[:num_local_pairs]
 
+        # Exchange the rows, which restores the order of `lists`. Then drop the padding.
         all_rows = gather_rows(rows, len(lists))  # [list, column]
         return all_rows[is_pair]
 
@@ -309,7 +339,11 @@ class RerankerStep(_Step[Reranker]):
         return [join(query, self.skill_token_ids[skill_id]) for skill_id in training_list.skill_ids]
 
     def lengths(self, training_list: TrainingList) -> list[int]:
-        """Return the number of tokens of each pair of a list before truncation."""
+        """Return the number of tokens of each pair of a list before truncation.
+
+        A pair has the tokens of the query, the tokens of the skill, and the fixed tokens of the
+        template.
+        """
         query = self.query_token_ids[training_list.query]
         skills = [self.skill_token_ids[skill_id] for skill_id in training_list.skill_ids]
         num_fixed = self.model.pair_tokenizer.num_fixed + len(query)
@@ -352,7 +386,8 @@ def _without_padding(
 def _layer_classes(network: Any) -> list[str]:
     """Return the names of the layer classes that FSDP2 shards as units.
 
-    Classes that contain the table of token embeddings are left out.
+    Classes that contain the table of token embeddings are left out, because `embed` reads the table
+    outside of their `forward`.
     """
     table = network.get_input_embeddings()
     classes_with_table = set()

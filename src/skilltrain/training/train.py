@@ -1,22 +1,4 @@
-"""The stages `train_encoder` and `train_reranker`, which make a model folder from LISTS.
-
-Notes:
-    - Parameters are counted before the launcher shards them.
-    - Counting needs only shapes, so `dry_run` opens the model on the device meta, where it has no
-      weights. But 4-bit weights have their shapes only once they are loaded.
-    - Under DeepSpeed, and for a large model on a CPU, `dry_run` measures nothing.
-    - `push_share` pushes rejected skills away from the query. The loss tells them from irrelevant
-      skills by their gain, so they need a lower gain.
-    - If all weights train, they are in float32: in bfloat16, most of AdamW's updates are too small
-      to change a weight. Frozen weights are in the dtype of the computation, because autocast would
-      convert them in every micro-batch. The default device tells the dtype, because `device` may be
-      meta, where nothing is computed.
-    - `save_trained` uses the CPU, because the GPU may still hold the model.
-    - Only the queries of lists are compared with the dev benchmark, because dev queries may share
-      gold skills with training queries.
-    - `check_fits` does not count activations. It does not check 4-bit weights, because weights are
-      quantised only while they are loaded.
-"""
+"""The stages `train_encoder` and `train_reranker`, which make a model folder from LISTS."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -108,6 +90,9 @@ class Train(TrainingStage):
         Args:
             out: Folder for the model, the log and the checkpoints.
             resume: Whether to continue from the newest checkpoint.
+
+        Returns:
+            Counts, losses and times by summary key, such as `num_steps`.
         """
         # Check the settings before anything is loaded.
         accelerator = new_accelerator(self.training, is_quantized(self.adapter))
@@ -159,16 +144,24 @@ class Train(TrainingStage):
         return summary
 
     def dry_run(self) -> Summary:
-        """Count what training would read, and measure memory and time on the largest batch."""
+        """Count what training would read, and measure memory and time on the largest batch.
+
+        Under DeepSpeed, and for a large model on a CPU, nothing is measured.
+        """
+        # Check the settings, and load the data.
         accelerator = new_accelerator(self.training, is_quantized(self.adapter))
         check_fits(self)
         data = load_data(self)
         check_held_out(self, data)
 
+        # Open the model. Counting needs only shapes, so the model can be on the device meta, where
+        # it has no weights. But 4-bit weights have their shapes only once they are loaded.
         is_measured = can_probe(accelerator) or _is_small_on_cpu(self, accelerator)
         needs_weights = is_measured or is_quantized(self.adapter)
         device = default_device() if needs_weights else torch.device("meta")
         step = open_step(self, data, device, sharded=shards_weights(accelerator))
+
+        # Count, and measure if possible.
         counts = count_work(step, self.training)
         if not is_measured:
             return counts
@@ -217,6 +210,8 @@ class TrainEncoder(Train):
 
         gains = self.data.gains
         loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
+        # `push_share` pushes rejected skills away from the query. The loss tells them from
+        # irrelevant skills by their gain, so they need a lower gain.
         pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
         if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
             raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
@@ -279,13 +274,18 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     """Load the model that training starts from, and add the adapter if there is one.
 
     Args:
+        config: Settings of the training stage.
         device: Device of the model. On the device meta, it has shapes but no weights.
+
+    Raises:
+        SkilltrainError: The model cannot be loaded, or does not fit the settings.
     """
     source = config.model.model_copy(update={"precision": _weight_precision(config)})
     set_seed(config.training.seed)  # for new layers
     options = quantizing_options(config.adapter, sharded=shards_state())
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
+        # The loss Matryoshka trains the first d coordinates of the vectors, for each d in `dims`.
         if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
             fault = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
             raise SkilltrainError("exceeds-model", fault, where="loss.dims")
@@ -294,16 +294,21 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
         if config.training.dtype_on(default_device()) == torch.bfloat16:
-            keep_input_dtype(model.network)
+            keep_input_dtype(model.network)  # autocast casts the inputs of adapters
     return model
 
 
 def _weight_precision(config: Train) -> str:
     """Return the number format of the weights in training."""
     if config.adapter is None:
+        # All weights train. In bfloat16, most of AdamW's updates are too small to change a weight.
         return "float32"
     if "precision" in config.model.model_fields_set:
-        return config.model.precision
+        return config.model.precision  # the user has chosen
+
+    # The weights are frozen. Load them in the dtype of the computation, because autocast would
+    # convert them in every micro-batch. Ask the default device, because the model may be on the
+    # device meta, where nothing is computed.
     dtype = config.training.dtype_on(default_device())
     return "bfloat16" if dtype == torch.bfloat16 else "float32"
 
@@ -318,12 +323,17 @@ def save_trained(
     """Save the model of a checkpoint, with its model card.
 
     Args:
+        config: Settings of the training stage.
         checkpoint: Folder of the checkpoint.
+        out: Folder for the model.
         summary: Summary of the training run, for the card.
-        adapter_only: Whether to save the adapter (LoRA) alone, without a card.
+        adapter_only: Whether to save the adapter (LoRA) alone, without a card. Otherwise the
+            adapter is merged into the weights.
     """
+    # Use the CPU, because the GPU may still hold the model.
     model = load_model(config, torch.device("cpu"))
-    load_weights(model, "model.", checkpoint)
+    # The checkpoint is of the step module, so the names of its weights start with `model.`.
+    load_weights(model, prefix="model.", checkpoint=checkpoint)
     if adapter_only:
         save_adapter(model, out, config.model.source)
         return
@@ -336,7 +346,7 @@ def save_trained(
 
 def load_data(config: Train) -> TrainingSet:
     """Read and check the lists, and cluster near-duplicate skills if in-batch negatives need it."""
-    min_similarity = None
+    min_similarity = None  # no clusters
     is_encoder = isinstance(config, TrainEncoder)
     if is_encoder and config.in_batch_negatives and config.in_batch_mask == "clusters":
         min_similarity = config.near_duplicates
@@ -355,14 +365,16 @@ def open_step(
     """Load the model, and return the module that computes its loss.
 
     Args:
+        config: Settings of the training stage.
+        data: The training set.
         device: Device of the model. It may be meta.
-        token_cache: Folder that keeps token ids between runs.
-        sharded: Whether ranks will hold shards of the model.
+        token_cache: Folder that keeps token ids between runs. None: they are not kept.
+        sharded: Whether ranks will hold shards of the model (FSDP2, ZeRO-3).
     """
     model = load_model(config, device)
     training = config.training
     settings = StepSettings(
-        token_budget=training.token_budget_on(default_device()),
+        token_budget=training.token_budget_on(default_device()),  # `device` may be meta
         recompute=bool(training.recompute),
         token_cache=token_cache,
         varlen=training.varlen,
@@ -375,6 +387,7 @@ def open_step(
             in_batch_mask=config.in_batch_mask,
             late_interaction=config.late_interaction,
         )
+        # An encoder may read a window of each skill's body, not the whole body.
         return EncoderStep(model, config.loss, on_best_windows(data, model.settings), settings)
     assert isinstance(config, TrainReranker) and isinstance(model, Reranker)
     return RerankerStep(model, config.loss, data, settings)
@@ -383,8 +396,16 @@ def open_step(
 def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     """Check that the lists contain no queries or answers of the benchmarks of the recipe.
 
+    The queries and the positives of the lists are compared with the benchmarks of `held_out`. Only
+    the queries are compared with the dev benchmark, because dev queries may share gold skills with
+    training queries.
+
     Returns:
-        Number of contaminated lists by summary key, for each kind of benchmark in the recipe.
+        Number of contaminated lists by summary key. There is no key for a benchmark that the recipe
+        lacks.
+
+    Raises:
+        SkilltrainError: A list is contaminated, and the recipe does not allow it.
     """
     source = config.data
     dev = config.dev
@@ -396,7 +417,7 @@ def check_held_out(config: Train, data: TrainingSet) -> dict[str, int]:
     if dev is not None:
         benchmark = load_benchmark(dev.benchmark, dev.split)
         queries_only = HeldOutBenchmark(benchmark.name, benchmark.tasks, golds=())
-        limits = "limits.name=false limits.jaccard=null "  # they compare skills
+        limits = "limits.name=false limits.jaccard=null "  # switch off the comparison of skills
         advice = _removal_advice(source, [dev.benchmark], limits)
         fix = f"choose another dev.split, or {advice}"
         counts["num_lists_of_dev_queries"] = _check_contamination([queries_only], data, source, fix)
@@ -423,12 +444,21 @@ def _check_contamination(
     """Refuse or only count lists that contain a query or a gold skill of a benchmark.
 
     Args:
-        source: Settings of the lists, which allow contaminated lists or not.
+        benchmarks: The benchmarks.
+        data: The lists.
+        source: Settings of the lists, which choose between the error and a warning.
         fix: What the user can do, for the error.
+
+    Returns:
+        Number of contaminated lists, if the settings allow them.
+
+    Raises:
+        SkilltrainError: A list is contaminated, and the settings do not allow it.
     """
     contaminations = _find_contaminations(benchmarks, data)
     if not contaminations:
         return 0
+    # A list may be contaminated in several ways, but counts once.
     num_lists = len({contamination.query_id for contamination in contaminations})
     fault = f"{num_lists:,} list(s) are contaminated {_describe_contaminations(contaminations)}"
     if source.contamination == "refuse":
@@ -440,7 +470,14 @@ def _check_contamination(
 
 
 def _describe_contaminations(contaminations: Sequence[Dropped]) -> str:
-    """Count the contaminated lists by filter, and name the first one as an example."""
+    """Count the contaminated lists by filter, and name the first one as an example.
+
+    A filter is the way in which a list resembles a benchmark, such as an equal name of a skill.
+
+    Args:
+        contaminations: Rows of DROPPED, one for each resemblance. At least one.
+    """
+    # A list counts once for each filter that finds it. GROUNDS lists the filters in order.
     lists_and_filters = {(each.query_id, each.filter) for each in contaminations}
     num_by_filter = Counter(filter_name for _, filter_name in lists_and_filters)
     counts = []
@@ -450,7 +487,7 @@ def _describe_contaminations(contaminations: Sequence[Dropped]) -> str:
 
     first = contaminations[0]
     example = f"query {first.query_id}"
-    if first.skill_id:
+    if first.skill_id:  # a positive resembles a gold skill, or else the query resembles a query
         example += f", positive {first.skill_id}"
     return f"({', '.join(counts)}); the first, {example}: {first.reason}"
 
@@ -458,8 +495,13 @@ def _describe_contaminations(contaminations: Sequence[Dropped]) -> str:
 def _find_contaminations(
     benchmarks: Sequence[HeldOutBenchmark], data: TrainingSet
 ) -> list[Dropped]:
-    """Find training queries and positives that resemble a query or gold skill of a benchmark."""
+    """Find training queries and positives that resemble a query or gold skill of a benchmark.
+
+    Returns:
+        A row of DROPPED for each resemblance, in the order of the training lists.
+    """
     index = BenchmarkIndex(benchmarks, ContaminationLimits())
+    # A skill may be in many lists, so its matches are kept.
     find_matches = cache(lambda skill_id: index.skill_matches(data.skills[skill_id]))
     contaminations = []
     for training_list in data.lists:
@@ -475,7 +517,14 @@ def _find_contaminations(
 
 
 def check_fits(config: Train) -> None:
-    """Check that weights, gradients and the optimiser fit on the GPU, before a weight is read."""
+    """Check that weights, gradients and the optimiser fit on the GPU, before a weight is read.
+
+    Activations need more memory, which is not counted. 4-bit weights are not checked, because
+    weights are quantised only while they are loaded.
+
+    Raises:
+        SkilltrainError: They do not fit.
+    """
     device = default_device()
     if device.type != "cuda" or is_quantized(config.adapter):
         return

@@ -66,6 +66,7 @@ class ListsSource(Config):
     @classmethod
     def _check_weights(cls, lists: Path | dict[Path, float]) -> Path | dict[Path, float]:
         """Check that there is a folder, and that all weights are positive."""
+        # `lists` is one folder, or the weight of each of several folders.
         if lists == {}:
             raise ValueError("no folder is named")
         weights = lists if isinstance(lists, dict) else {}
@@ -153,6 +154,7 @@ def load_training_set(source: ListsSource, min_similarity: float | None = None) 
     _check_rejected_skills(lists)
 
     skills = {skill_id: pool[skill_id] for skill_id in sorted(_candidate_ids(lists))}
+    # Only the first rank looks for clusters, and sends them to the other ranks.
     clusters = made_by_first_rank(lambda: _clusters(skills, min_similarity))
     return TrainingSet(tuple(lists), skills, clusters)
 
@@ -172,6 +174,7 @@ def _check_rejected_skills(lists: Sequence[TrainingList]) -> None:
         SkilltrainError: A skill has the verdict "rejected" in one list, and is a positive in
             another list with the same query text.
     """
+    # Lists of different queries may have the same text. Collect the answers of each text.
     answers_by_text: dict[str, set[str]] = {}
     for training_list in lists:
         answers = answers_by_text.setdefault(training_list.query, set())
@@ -251,6 +254,7 @@ def _clusters(skills: Mapping[str, Skill], min_similarity: float | None) -> dict
     if min_similarity is None:
         return {}
     clusters = near_duplicate_clusters([*skills.values()], min_similarity)
+    # Leave out clusters of a single skill.
     sizes = Counter(clusters[skill_id] for skill_id in skills)
     return {skill_id: clusters[skill_id] for skill_id in skills if sizes[clusters[skill_id]] > 1}
 
@@ -271,7 +275,7 @@ def _read_lists(
     """
     texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
     verdicts_by_query = read_verdicts(folder)
-    irrelevant_gain = source.gains[Verdict.IRRELEVANT]
+    irrelevant_gain = source.gains[Verdict.IRRELEVANT]  # subtracted, so that it becomes 0
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
 
     lists: list[TrainingList] = []
@@ -283,7 +287,7 @@ def _read_lists(
                 "invalid-list", f"the list of query {query_id!r} {fault}", where=folder
             )
 
-        # A positive may be judged in the folder without being a candidate.
+        # Collect all skills that answer the query. Some may be judged, but no candidates.
         skill_ids = tuple(row["skill_ids"])
         verdicts = tuple(map(Verdict, row["verdicts"]))
         judgements = [*verdicts_by_query.get(query_id, {}).items()]
@@ -296,8 +300,8 @@ def _read_lists(
         lists.append(
             TrainingList(
                 query_id,
-                texts[query_id],
-                skill_ids,
+                query=texts[query_id],
+                skill_ids=skill_ids,
                 gains=tuple(gains[verdict] for verdict in verdicts),
                 positives=frozenset(positives),
                 teacher_scores=None if scores is None else tuple(scores),
@@ -335,10 +339,12 @@ def _fault_of(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float
         return f"holds skill {most_frequent!r} twice"
     if scores and any(map(math.isinf, scores)):  # NaN is allowed: the candidate has no score
         return "holds an infinite teacher score"
+    # A loss compares the scores of candidates, so it needs at least two.
     if scores and len(scores) - sum(map(math.isnan, scores)) < 2:
         return "holds fewer than two teacher scores"
     if not any(verdict in POSITIVE and gains[verdict] > 0 for verdict in verdicts):
         return "holds no positive"
+    # If all gains are equal, no candidate is better than another.
     if len({gains[verdict] for verdict in verdicts}) == 1:
         return "holds no negative"
     return ""
