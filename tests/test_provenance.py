@@ -94,7 +94,7 @@ def test_hub_revision_is_recorded(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.snapshot_download", lambda *_, **__: str(folder))
     loading._download.cache_clear()
 
-    loading._download("some/model", weights=False)
+    loading._download("some/model", weights=False, code=False)
 
     try:
         config = train_config("infonce")

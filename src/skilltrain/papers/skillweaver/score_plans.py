@@ -147,12 +147,7 @@ class Plans(Stage):
         planners = {each.name: Planner(each, skills, find, golds) for each in self.planners}
         plans = {name: planner.plan(benchmark.queries) for name, planner in planners.items()}
         results = _results(tasks, plans, find, skills)
-        slices = {}
-        for result in results:
-            labels = _labels(tasks, result, skills)
-            slices[result.name] = distinct_slices(
-                means_by_slice([result], labels, self.scored, max_values=_MAX_SLICES)
-            )
+        slices = {result.name: _slices(tasks, result, skills, self.scored) for result in results}
 
         # Write the report, and the values behind it.
         baseline, *compared = self.planners
@@ -364,6 +359,18 @@ def _without_scores(rankings: Iterable[Ranking]) -> list[list[str]]:
     for ranking in rankings:
         skill_ids.append([skill_id for skill_id, _ in ranking])
     return skill_ids
+
+
+def _slices(
+    tasks: Sequence[Task],
+    result: SystemResult,
+    skills: Mapping[str, Skill],
+    measures: Sequence[str],
+) -> Sequence[SliceMeans]:
+    """Return the means of a planner's result over all tasks and over each group of tasks."""
+    labels = _labels(tasks, result, skills)
+    slices = means_by_slice([result], labels, measures, max_values=_MAX_SLICES)
+    return distinct_slices(slices)
 
 
 def _labels(
