@@ -35,9 +35,9 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # texts, the Python API, checks of damaged files, screening and the model card in the core;
 # calibration, files of skills and their resources in serving. Prompt files, masks, optimisers,
 # models with code, trigger evaluations and front matter took 5 more. Lint, routing tests, filters
-# and hosts took 2.5 in serving. Tables of SkillFlow, experts' sheets and planners took 2.5 in
+# and hosts took 2.5 in serving. Tables of SkillFlow, experts' sheets and planners took 3 in
 # papers.
-BUDGETS = {"core": 163, "serving": 22, "papers": 24}
+BUDGETS = {"core": 163, "serving": 22, "papers": 25}
 ROOM = 1.05
 FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # Python 3.12 and newer
 FSTRING_END = getattr(tokenize, "FSTRING_END", -1)
