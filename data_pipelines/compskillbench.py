@@ -47,7 +47,7 @@ from skilltrain.files import read_jsonl, staged_folder
 from skilltrain.recipe import run_pipeline
 from skilltrain.records import Dropped, Judgement, Query, Skill, Verdict
 from skilltrain.tables import DROPPED, JUDGEMENTS, PLANS, QUERIES, SKILLS, write_table
-from skilltrain.texts import name_key, one_line
+from skilltrain.texts import name_key, one_line, spreadsheet_cell
 
 _ENTRY = re.compile(r"^- \[(?P<name>[^\]]+)\]\((?P<url>[^)]*)\)\s*[:–-]?\s*(?P<description>.*)$")
 _BADGE = re.compile(r"!?\[!?[^\]]*\](?:\([^)]*\))+|https?://\S+|img\.shields\.io\S*")
@@ -266,7 +266,7 @@ def write_sheet(file: Path, tasks: Mapping[int, Task]) -> None:
         writer.writerow(SHEET_COLUMNS)
         for number, task in tasks.items():
             steps = "; ".join(step.texts[0] for step in task)
-            writer.writerow([query_id_of(number), steps, ""])
+            writer.writerow([query_id_of(number), spreadsheet_cell(steps), ""])
 
 
 def read_sheet(file: Path) -> dict[str, str]:
@@ -319,7 +319,7 @@ def write_tasks(
         tasks: Tasks by number.
         requests: Text of each task by query id. None: texts of the style.
     """
-    style_index = 0 if requests else STYLES.index(style)
+    style_index = STYLES.index(style) if requests is None else 0
     joins = cycle(JOINS[STYLES[style_index]])
     queries: list[Query] = []
     judgements: list[Judgement] = []
@@ -327,7 +327,7 @@ def write_tasks(
     for number, task in tasks.items():
         query_id = query_id_of(number)
         texts = [step.texts[style_index] for step in task]
-        text = requests[query_id] if requests else task_text(style, texts, next(joins))
+        text = task_text(style, texts, next(joins)) if requests is None else requests[query_id]
         queries.append(Query(query_id, text, "multi", style, "test"))
         for step_number, (step_text, step) in enumerate(zip(texts, task, strict=True), 1):
             skill_id = step.skill.skill_id

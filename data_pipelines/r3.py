@@ -117,8 +117,9 @@ def list_recipes(pipeline: Pipeline) -> dict[str, Recipe]:
 
 def training_recipe(pipeline: Pipeline, file: Path, lists: str) -> Recipe:
     """Return a training recipe with the data of this pipeline."""
-    data = [f"data.pool={pipeline.out}/train_pool", f"data.lists={pipeline.out / lists}"]
-    return load_recipe(file, data)
+    recipe = load_recipe(file)
+    recipe["data"] |= {"pool": str(pipeline.out / "train_pool"), "lists": str(pipeline.out / lists)}
+    return recipe
 
 
 def report_recipes(pipeline: Pipeline) -> dict[str, Recipe]:

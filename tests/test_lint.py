@@ -108,6 +108,14 @@ def test_collision_names_the_pair(skills):
     assert "document" in finding.fix
 
 
+def test_skill_without_description_leads_nowhere(skills):
+    write(skills, "empty-tool", "---\nname: empty-tool\n---\n```\nx\n```\n")
+
+    rules = {rule for _, rule, _ in findings_of(skills)}
+
+    assert rules and "collision" not in rules
+
+
 def test_skill_for_users_is_no_finding(skills):
     text = skill_text("ship", "Ship the build when it is green.\ndisable-model-invocation: on", "x")
     write(skills, "ship", text)

@@ -144,10 +144,10 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch, spec, rank):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
     monkeypatch.setenv("RANK", rank)
 
-    message = r"^wandb is not installed \(.*skilltrain\[trackers\]'\)$"
-
-    with pytest.raises(SkilltrainError, match=message):
+    with pytest.raises(SkilltrainError, match=r"^wandb is not installed") as caught:
         open_trackers(["wandb"], tmp_path, RECIPE)
+
+    assert ".[trackers]" in str(caught.value)
 
 
 @pytest.fixture

@@ -994,6 +994,15 @@ def test_filled_sheet_becomes_benchmark(rebuild: Any, tmp_path):
     assert (row["query_id"], row["reason"]) == ("comp-002", f"names the skill {name}")
 
 
+def test_empty_sheet_gives_no_tasks(rebuild: Any, tmp_path):
+    rebuild("first")
+    sheet = fill_sheet(tmp_path / "first" / "sheet.csv", ["", "", ""])
+
+    counts = rebuild("second", sheet)
+
+    assert counts["people"] == 0
+
+
 @pytest.mark.parametrize(
     ("text", "code"),
     [

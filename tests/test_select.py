@@ -177,6 +177,8 @@ def test_prompt_file_may_leave_bodies_out(server, tmp_path):
         ("{{ task }}", "'task' is undefined (the placeholders are query, skills)"),
         (f"{NUMBERED} {{{{ skill.text }}}}{{% endfor %}}", "no attribute 'text'"),
         ("{{ query }}", "the prompt does not use the placeholder skills"),
+        ("{{ 1 / 0 }}", "cannot be rendered: division by zero"),
+        ("{{ query + 1 }}", "cannot be rendered"),
         (f"{NUMBERED[11:]}{{% endfor %}}", "the prompt does not use the placeholder query"),
     ],
 )

@@ -47,6 +47,33 @@ def router(skills, tmp_path_factory):
     return runs / "router"
 
 
+def test_folders_share_their_queries(tmp_path):
+    for name, triggers in (("a", True), ("b", False)):
+        (tmp_path / name / f"skill-{name}").mkdir(parents=True)
+        write_eval(tmp_path / name, f"skill-{name}", [("join pdfs", triggers)])
+
+    (query,) = read_trigger_evals(tmp_path / "a", tmp_path / "b")
+
+    assert (query.expected, query.unexpected) == (["skill-a"], ["skill-b"])
+
+
+def test_repeated_row_counts_once(tmp_path):
+    (tmp_path / "skill").mkdir()
+    write_eval(tmp_path, "skill", [("join pdfs", True), ("join pdfs", True)])
+
+    (query,) = read_trigger_evals(tmp_path)
+
+    assert query.expected == ["skill"]
+
+
+def test_contradictory_rows_are_refused(tmp_path):
+    (tmp_path / "skill").mkdir()
+    write_eval(tmp_path, "skill", [("join pdfs", True), ("join pdfs", False)])
+
+    with raises("invalid-row"):
+        read_trigger_evals(tmp_path)
+
+
 def test_rows_of_two_skills_are_joined(skills):
     queries = read_trigger_evals(skills)
 

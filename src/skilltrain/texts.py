@@ -38,6 +38,7 @@ _ENCODINGS_BY_MARK = {  # UTF-32 first, because its mark begins with that of UTF
 _MAX_CONTROL_SHARE = 0.05  # of a text's first characters; binary data has more
 _MIN_VALID_PER_BROKEN = 10  # non-ASCII characters; text that is not UTF-8 has fewer
 _UNSTORABLE = re.compile("[\x00\ud800-\udfff]")  # NUL and lone surrogates
+_FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")  # first signs of a formula in a spreadsheet
 _SHOWN_CONTROLS = "\n\t\u200c\u200d"  # the last two are joiners, which some scripts need
 
 _HAN = re.compile(r"[\u3400-\u4dbf\u4e00-\u9fff]")
@@ -204,3 +205,8 @@ def printable(text: str, max_chars: int | None = None) -> str:
 def shorten(text: str, max_chars: int, mark: str = "…") -> str:
     """Cut a text to at most `max_chars` characters. A cut text ends with `mark`."""
     return text if len(text) <= max_chars else text[: max_chars - len(mark)] + mark
+
+
+def spreadsheet_cell(text: str) -> str:
+    """Return a text that no spreadsheet program runs as a formula: `=1+1` becomes `'=1+1`."""
+    return f"'{text}" if text.startswith(_FORMULA_SIGNS) else text

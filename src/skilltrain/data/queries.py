@@ -456,9 +456,7 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
             are read.
         out: Folder to write to.
     """
-    rows: list[dict[str, str]] = []
-    for folder in filter(Path.is_dir, files):
-        rows += unserved_rows(folder)
+    rows = unserved_rows([file for file in files if file.is_dir()])
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
     return len(rows)

@@ -8,7 +8,7 @@ Notes:
     - The id of a skill is the path of its folder, as in the pool. No SKILL.md is read.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -53,22 +53,22 @@ def read_trigger_evals(*folders: Path) -> list[TriggerQuery]:
     Raises:
         SkilltrainError: A file is broken, or there is no query.
     """
-    queries: list[TriggerQuery] = []
+    queries_by_text: dict[str, TriggerQuery] = {}
     for folder in folders:
-        queries += _read_folder(folder.resolve())
-    if not queries:
+        _read_folder(folder.resolve(), queries_by_text)
+    if not queries_by_text:
         fix = f"write {TRIGGER_EVAL} in the folder of a skill"
         raise SkilltrainError("not-found", "no trigger evaluation", where=folders[0], fix=fix)
-    return queries
+    return [*queries_by_text.values()]
 
 
-def _read_folder(root: Path) -> list[TriggerQuery]:
-    """Read the trigger evaluations below one folder, and join rows with the same text.
+def _read_folder(root: Path, queries_by_text: dict[str, TriggerQuery]) -> None:
+    """Read the trigger evaluations below one folder.
 
     Args:
         root: Folder to search, with all folders below it.
+        queries_by_text: Queries of all folders by text. The function adds to them.
     """
-    queries_by_text: dict[str, TriggerQuery] = {}
     for file in sorted(root.rglob(TRIGGER_EVAL)):
         # The file is in the folder `evals`, and the skill's folder is above that.
         folder = file.parents[1]
@@ -79,9 +79,14 @@ def _read_folder(root: Path) -> list[TriggerQuery]:
             text = one_line(clean_text(row.query))
             # Rows with the same text become one query, also if they are in files of several skills.
             query = queries_by_text.setdefault(text, TriggerQuery(text, where))
-            skill_ids = query.expected if row.should_trigger else query.unexpected
-            skill_ids.append(skill_id)
-    return [*queries_by_text.values()]
+            skill_ids, other_ids = query.expected, query.unexpected
+            if not row.should_trigger:
+                skill_ids, other_ids = other_ids, skill_ids
+            if skill_id in other_ids:
+                problem = "an earlier row of this skill says the opposite of this query"
+                raise SkilltrainError("invalid-row", problem, where=where)
+            if skill_id not in skill_ids:
+                skill_ids.append(skill_id)
 
 
 def _read_rows(file: Path) -> Iterator[tuple[str, _TriggerRow]]:
@@ -111,7 +116,7 @@ def query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield query.where, {"query": query.text, "origin": ORIGIN, **verdicts}
 
 
-def unserved_rows(folder: Path) -> list[dict[str, str]]:
+def unserved_rows(folders: Sequence[Path]) -> list[dict[str, str]]:
     """Return the queries that no skill is expected to serve, as rows of `UNSERVED_FILE`."""
-    queries = read_trigger_evals(folder)
+    queries = read_trigger_evals(*folders) if folders else []
     return [{"query": query.text} for query in queries if not query.expected]

@@ -94,10 +94,11 @@ def _placeholder_fault(
         values: An example value for each placeholder that a prompt may use.
         required: For each placeholder that the prompt must use, a text of its example value.
     """
-    # A wrong syntax or an unknown placeholder raises TemplateError.
+    # A wrong syntax or an unknown placeholder raises TemplateError. Other errors come from
+    # expressions, such as {{ 1 / 0 }}.
     try:
         messages = "\n".join(render_messages(texts, values))
-    except jinja2.TemplateError as error:
+    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
         return f"cannot be rendered: {error}"
     # A placeholder was used if its example value is in the messages.
     for placeholder, text in required.items():

@@ -184,8 +184,9 @@ class Calibrate(Stage):
         """Route the package's general requests and the user's requests that no skill serves."""
         cases = route_unserved(router, GENERAL_REQUESTS, "general")
         # The folder of the queries may hold such a file, even if the setting names none.
-        unserved = self.unserved or self.queries / UNSERVED_FILE
-        if unserved.is_file():
+        found = self.queries / UNSERVED_FILE
+        unserved = self.unserved or (found if found.is_file() else None)
+        if unserved is not None:
             cases += route_unserved(router, unserved, "unserved")
         return cases
 

@@ -22,7 +22,7 @@ from skilltrain.records import Dropped, Skill
 from skilltrain.serving.fit import FitConfig
 from skilltrain.serving.router import Router
 from skilltrain.terminal import track
-from skilltrain.texts import clean_text, decode_text, num_words
+from skilltrain.texts import clean_text, decode_text, num_words, one_line
 from skilltrain.workers import WorkersConfig
 
 _MIN_WORDS = 6  # of a description; 2 of 261 skills of many authors have fewer
@@ -161,7 +161,8 @@ def _check_collisions(skills: Sequence[Skill], clusters: Mapping[str, int]) -> I
     """
     # The router must not see descriptions, because each would find its own text.
     router = Router([replace(skill, description="") for skill in skills], _rankers())
-    for skill in track(skills, "routing descriptions", len(skills)):
+    described = [skill for skill in skills if one_line(skill.description)]
+    for skill in track(described, "routing descriptions", len(described)):
         best = router.route(skill.description, k=1).skills
         other_id = best[0].skill_id if best else skill.skill_id
         # The router has found the skill itself, or a copy that `_check_copies` reports.

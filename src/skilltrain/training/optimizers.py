@@ -17,7 +17,7 @@ import torch
 from pydantic import Field, SerializeAsAny
 
 from skilltrain.config import Config
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, install_command
 from skilltrain.plugins import OneOf
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -66,7 +66,7 @@ class AdamW8bit(OptimizerConfig):
     def create(self, groups: ParameterGroups, learning_rate: float) -> torch.optim.Optimizer:
         if importlib.util.find_spec("bitsandbytes") is None:
             fault = "optimizer adamw_8bit needs bitsandbytes, which is not installed"
-            raise SkilltrainError("missing-package", fault, fix="pip install 'skilltrain[qlora]'")
+            raise SkilltrainError("missing-package", fault, fix=install_command("qlora"))
         from bitsandbytes.optim.adamw import AdamW8bit as Optimizer
 
         return Optimizer(groups, lr=learning_rate, betas=self.betas, eps=self.eps)

@@ -22,11 +22,11 @@ from skilltrain.files import atomic_path
 from skilltrain.metrics.bootstrap import Interval, agreement
 from skilltrain.records import Skill, Verdict
 from skilltrain.tables import read_skills, read_verdicts, select_judged
+from skilltrain.texts import spreadsheet_cell
 
 CHAT_MODEL = "chat model"
 COLUMNS = ("query_id", "request", "skill_id", "name", "description", "body", "verdict")
 _BODY_CHARS = 1000  # as much as the chat model sees
-_FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")  # first signs of a formula
 Pair = tuple[str, str]
 """Query id and skill id."""
 Verdicts = Mapping[Pair, Verdict]
@@ -89,20 +89,12 @@ def _row(query_id: str, request: str, skill: Skill) -> list[str]:
     """Return a row of a sheet. Its last cell is empty: the expert writes the verdict there."""
     body = skill.body[:_BODY_CHARS]
     texts = (query_id, request, skill.skill_id, skill.name, skill.description, body, "")
-    return [_cell(text) for text in texts]
+    return [spreadsheet_cell(text) for text in texts]
 
 
 def _verdict_of_cell(text: str | None) -> str | None:
     """Return the verdict that an expert typed, or None for an empty cell."""
     return (text or "").strip().lower() or None
-
-
-def _cell(text: str) -> str:
-    """Return a text that no spreadsheet program runs as a formula: `=1+1` becomes `'=1+1`.
-
-    The texts are of strangers.
-    """
-    return f"'{text}" if text.startswith(_FORMULA_SIGNS) else text
 
 
 class SheetRow(Config, extra="ignore"):
@@ -125,7 +117,7 @@ def read_sheet(sheet: Path, pairs: Iterable[Pair]) -> dict[Pair, Verdict]:
             pair, or the same pair as an earlier row.
     """
     # In the sheet, an id that looks like a formula begins with an apostrophe. Map cells to ids.
-    pairs_by_cells = {tuple(map(_cell, pair)): pair for pair in pairs}
+    pairs_by_cells = {tuple(map(spreadsheet_cell, pair)): pair for pair in pairs}
     verdicts = {}
     for number, values in enumerate(_read_rows(sheet), 1):
         where = f"{sheet}, row {number}"
