@@ -184,8 +184,8 @@ class Calibrate(Stage):
         """Route the package's general requests and the user's requests that no skill serves."""
         cases = route_unserved(router, GENERAL_REQUESTS, "general")
         # The folder of the queries may hold such a file, even if the setting names none.
-        found = self.queries / UNSERVED_FILE
-        unserved = self.unserved or (found if found.is_file() else None)
+        default_file = self.queries / UNSERVED_FILE
+        unserved = self.unserved or (default_file if default_file.is_file() else None)
         if unserved is not None:
             cases += route_unserved(router, unserved, "unserved")
         return cases

@@ -21,7 +21,7 @@ _ONE_OF = ("category", "lang", "source", "license", "author")
 
 
 class Filters(Config):
-    """What a skill must have. A skill without a known value does not pass the filter of it."""
+    """Requirements of a request. A skill whose value is unknown does not meet its requirement."""
 
     category: Values = Field(default=(), description="one of these categories")
     lang: Values = Field(default=(), description="one of these languages")
