@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -620,6 +621,16 @@ def test_only_local_file_holds_absolute_paths(model, tmp_path):
     files = [file for file in folder.rglob("*") if file.is_file()]
     path = str(tmp_path).encode()
     assert [file.name for file in files if path in file.read_bytes()] == [LOCAL_FILE]
+
+
+def test_relative_cache_is_stored_before_it_exists(model, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("router")
+
+    write_router(folder, rankers=hybrid(model, cache="router/vectors"))
+
+    dense = Index.open(folder).record.rankers[0]["of"][1]
+    assert dense["cache"] == "./vectors"
 
 
 def test_moved_router_needs_its_local_file(model, tmp_path):

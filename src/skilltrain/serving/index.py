@@ -127,6 +127,8 @@ class IndexRecord(Config):
         rankers = []
         for ranker in system.rankers:
             settings = ranker.with_default_values().model_dump(mode="json")
+            # A relative path that does not exist yet would be taken for the name of a model.
+            settings = _change_paths(settings, _absolute_path, keys=("cache",))
             rankers.append(_change_paths(settings, stored_path))
         # Rankers without a model, such as BM25, have no source.
         sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
@@ -508,24 +510,32 @@ def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
     return {f"part-{number}": ranker for number, ranker in enumerate(rankers.values(), 1)}
 
 
-def _change_paths(value: Any, change: Callable[[str], str]) -> Any:
+def _change_paths(
+    value: Any, change: Callable[[str], str], keys: Sequence[str] = _PATH_SETTINGS
+) -> Any:
     """Return settings of rankers in which `change` has replaced every path.
 
     Args:
         value: Settings, or a part of them: a dict, a list, or a single value.
         change: Returns the new form of a path.
+        keys: Names of the settings that are changed.
     """
     if isinstance(value, list):
-        return [_change_paths(item, change) for item in value]
+        return [_change_paths(item, change, keys) for item in value]
     if not isinstance(value, dict):
         return value
 
     changed: dict[str, Any] = {}
     for key, item in value.items():
         # Only some settings of rankers may be paths. All other values are searched for dicts.
-        is_path = key in _PATH_SETTINGS and isinstance(item, str)
-        changed[key] = change(item) if is_path else _change_paths(item, change)
+        is_path = key in keys and isinstance(item, str)
+        changed[key] = change(item) if is_path else _change_paths(item, change, keys)
     return changed
+
+
+def _absolute_path(name: str) -> str:
+    """Return a path with its home folder and the current folder written out."""
+    return str(Path(name).expanduser().absolute())
 
 
 def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str:
