@@ -22,7 +22,7 @@ skilltrain lists pool="$out/pool" queries="$out/queries" rankings="$out/filtered
   quotas='{semantic: 4, lexical: 3, taxonomy: 2, random: 1}' out="$out/encoder_lists"
 skilltrain clusters pool="$out/pool" out="$out/clusters"
 skilltrain train recipes/tiny/sr_emb_minilm.yaml model.max_tokens=256 data.pool="$out/pool" data.lists="$out/encoder_lists" \
-  data.clusters="$out/clusters" out="$out/encoder"
+  out="$out/encoder"
 
 bm25="{kind: lexical}" dense="{kind: dense, source: $out/encoder, cache: $out/vectors}"
 late="{kind: late, source: $out/encoder}"
