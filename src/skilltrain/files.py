@@ -1,5 +1,6 @@
-"""Write files and folders completely or not at all, and read JSON with clear errors."""
+"""Write files and folders completely or not at all, and read JSON and tables with clear errors."""
 
+import csv
 import errno
 import gzip
 import hashlib
@@ -287,6 +288,61 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise SkilltrainError(
             "not-json", f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
         ) from error
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the rows of a .jsonl, .jsonl.gz, .parquet or .csv file as dicts.
+
+    Yields:
+        Pairs of a position for error messages, such as `PATH, line 3`, and a row.
+
+    Raises:
+        SkilltrainError: The file is missing, is of another kind, or cannot be read.
+    """
+    check_regular(path)
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".gz"):
+        yield from read_jsonl(path)
+    elif kind == ".parquet":
+        yield from _read_parquet(path)
+    elif kind == ".csv":
+        yield from _read_csv(path)
+    else:
+        problem = "cannot tell what this file is"
+        fix = "give a .jsonl, .jsonl.gz, .parquet or .csv file"
+        raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
+
+
+def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a parquet file; see `read_records`."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    try:
+        rows = pq.read_table(path).to_pylist()
+    except (pa.ArrowException, OSError) as error:
+        problem = f"cannot be read as parquet: {reason_of(error)}"
+        raise SkilltrainError("not-parquet", problem, where=path) from error
+    for number, row in enumerate(rows, 1):
+        yield f"{path}, row {number}", row
+
+
+def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows below the header of a CSV file; see `read_records`."""
+    try:
+        # The module csv finds the ends of lines itself, because a quoted value may hold some.
+        with path.open(encoding="utf-8-sig", newline="") as lines:
+            reader = csv.DictReader(lines, strict=True)
+            for row in reader:
+                where = f"{path}, line {reader.line_num}"
+                # Values without a column have the key None, and a column without a value has None.
+                if None in row or None in row.values():
+                    problem = "has not as many values as the header has columns"
+                    raise SkilltrainError("invalid-row", problem, where=where)
+                yield where, row
+    except (csv.Error, UnicodeDecodeError, OSError) as error:
+        problem = f"cannot be read as CSV: {reason_of(error)}"
+        raise SkilltrainError("unreadable-file", problem, where=path) from error
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -33,6 +33,8 @@ BUILT_IN = {
         "r3_skill": "skilltrain.metrics.benchmarks.r3:R3_SKILL",
         "beir": "skilltrain.metrics.benchmarks.qrels:BEIR",
         "tables": "skilltrain.metrics.benchmarks.load:TABLES",
+        "mteb": "skilltrain.metrics.benchmarks.qrels:MTEB",
+        "toolret": "skilltrain.metrics.benchmarks.toolret:TOOLRET",
         "skillret": "skilltrain.metrics.benchmarks.qrels:SKILLRET",
         "skillrouter_tier": "skilltrain.metrics.benchmarks.skillrouter:TIER",
     },

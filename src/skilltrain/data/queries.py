@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -40,8 +38,8 @@ from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.trigger_evals import UNSERVED_FILE, query_rows, unserved_rows
-from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import check_regular, read_jsonl, write_jsonl
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_records, write_jsonl
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
@@ -483,19 +481,4 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     if path.is_dir():
         yield from query_rows(path)
         return
-    check_regular(path)
-    kind = path.suffix.lower()
-    if kind in (".jsonl", ".gz"):
-        yield from read_jsonl(path)
-    elif kind == ".parquet":
-        try:
-            rows = pq.read_table(path).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            problem = f"cannot be read as parquet: {reason_of(error)}"
-            raise SkilltrainError("not-parquet", problem, where=path) from error
-        for number, row in enumerate(rows, 1):
-            yield f"{path}, row {number}", row
-    else:
-        problem = "cannot tell what this file is"
-        fix = "give a .jsonl, .jsonl.gz or .parquet file"
-        raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
+    yield from read_records(path)
