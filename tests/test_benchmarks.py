@@ -593,7 +593,7 @@ def qrels(rows: str) -> Files:
     [
         (qrels("q9\td1\t1\n"), r"test\.tsv, line 2: query 'q9' is not among the queries"),
         (qrels("q1\td1\tgood\n"), r"test\.tsv, line 2: score: "),
-        (qrels("q1\td1\tnan\n"), r"test\.tsv: query 'q1': the gain of skill 'd1' is nan"),
+        (qrels("q1\td1\tnan\n"), r"test\.tsv, line 2: score: Input should be a finite number"),
         (
             qrels("q1\td1\t1\nq1\td1\t1\n"),
             r"test\.tsv, line 3: query 'q1' and skill 'd1' appear together twice",

@@ -36,6 +36,7 @@ from pydantic import (
 from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
+from skilltrain.data.read_formats import beir_query_rows, is_beir_folder
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.trigger_evals import UNSERVED_FILE, query_rows, unserved_rows
 from skilltrain.errors import SkilltrainError
@@ -69,7 +70,8 @@ class Queries(Stage):
         min_length=1,
         description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has "
         "query or text, and skill_ids or required; optional useful, rejected, irrelevant, "
-        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json",
+        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json; or "
+        "folders of BEIR and MTEB",
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
@@ -107,6 +109,9 @@ class Queries(Stage):
                 # `glob` takes no absolute pattern. The anchor is "/", or "" for a relative path.
                 pattern = str(file.relative_to(file.anchor))
                 matches = sorted(Path(file.anchor).glob(pattern))
+            # The judgements of a BEIR file are in the folder `qrels` beside the file.
+            elif file.name == "queries.jsonl" and (file.parent / "qrels").is_dir():
+                matches = [file.parent]
             # A pattern without matches stays, and fails when it is read.
             if not matches:
                 matches = [file]
@@ -430,7 +435,8 @@ def _validate_row(values: dict[str, Any], where: str) -> QueryRow:
     if VERDICT_KEYS.keys().isdisjoint(values):
         keys = ", ".join(map(str, list(values)[:8]))
         problem = f"is no query: no key skill_ids or required among {keys}"
-        raise SkilltrainError("invalid-row", problem, where=where)
+        fix = "put the judgements of BEIR in a folder qrels beside it" if "_id" in values else ""
+        raise SkilltrainError("invalid-row", problem, where=where, fix=fix)
     query_id = values.get("query_id")
     return validate(QueryRow, values, f"{where}, query {query_id}" if query_id else where)
 
@@ -454,7 +460,8 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
             are read.
         out: Folder to write to.
     """
-    rows = unserved_rows([file for file in files if file.is_dir()])
+    folders = [file for file in files if file.is_dir() and not is_beir_folder(file)]
+    rows = unserved_rows(folders)
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
     return len(rows)
@@ -477,8 +484,9 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         SkilltrainError: The file cannot be read.
     """
-    # A folder of skills holds queries in its files evals/trigger-eval.json.
-    if path.is_dir():
+    if not path.is_dir():
+        yield from read_records(path)
+    elif is_beir_folder(path):
+        yield from beir_query_rows(path)
+    else:  # a folder of skills, with queries in its files evals/trigger-eval.json
         yield from query_rows(path)
-        return
-    yield from read_records(path)

@@ -104,7 +104,7 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
         split: Split to score; None for all.
     """
     queries = read_beir_queries(folder, split)
-    documents = rows_by_id("skill", read_rows(_Document, *_part(folder, "corpus", split)))
+    documents = rows_by_id("skill", read_rows(_Document, *beir_files(folder, "corpus", split)))
     tasks: list[Task] = []
     for file in qrels_files(folder, split):
         tasks += _tasks(file, queries, name_of(folder))
@@ -117,14 +117,14 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
 
 def read_beir_queries(folder: Path, split: str | None = None) -> dict[str, QueryRow]:
     """Read the queries of a BEIR folder by id."""
-    files = _part(folder, "queries", split)
+    files = beir_files(folder, "queries", split)
     if not files:
         problem = "holds no queries.jsonl and no parquet file of queries"
         raise SkilltrainError("missing-table", problem, where=folder)
     return rows_by_id("query", read_rows(QueryRow, *files))
 
 
-def _part(folder: Path, name: str, split: str | None) -> list[Path]:
+def beir_files(folder: Path, name: str, split: str | None = None) -> list[Path]:
     """Return the files of the corpus or the queries of a BEIR folder.
 
     Args:
@@ -144,7 +144,9 @@ def qrels_files(folder: Path, split: str | None) -> list[Path]:
     """Return the judgements of a BEIR folder; see `_split_files`."""
     qrels = folder / "qrels"
     # Older repositories of MTEB have their judgements in the folder `data`.
-    return _split_files(qrels if qrels.exists() else folder / "data", split)
+    if not qrels.exists() and (folder / "data").exists():
+        qrels = folder / "data"
+    return _split_files(qrels, split)
 
 
 def split_of(file: Path) -> str:
@@ -213,9 +215,8 @@ def _tasks(file: Path, queries: Mapping[str, QueryRow], origin: str) -> Iterator
         origin: Name of the benchmark that the queries come from.
     """
     for query_row, scores in judged_queries(file, queries):
-        # A skill is gold if its score is above 0, and its score is its gain in nDCG. The condition
-        # also keeps NaN, so that `check_relevance` reports the NaN.
-        gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
+        # A skill is gold if its score is above 0, and its score is its gain in nDCG.
+        gains = {skill_id: score for skill_id, score in scores.items() if score > 0}
         split = split_of(file)
         query = Query(query_row.row_id, query_row.text, kind="", origin=origin, split=split)
         yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)

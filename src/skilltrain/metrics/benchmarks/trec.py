@@ -11,7 +11,7 @@ Columns are separated by tabs, or by white space in a line without a tab.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated
 
 from pydantic import AliasChoices, BeforeValidator, Field
 
@@ -35,7 +35,9 @@ class Qrel(Row):
 
     query_id: Id = Field(validation_alias=AliasChoices("query_id", "query-id"))
     skill_id: Id = Field(validation_alias=AliasChoices("skill_id", "corpus-id", "corpus_id"))
-    score: float = Field(validation_alias=AliasChoices("relevance", "score"), strict=False)
+    score: float = Field(
+        validation_alias=AliasChoices("relevance", "score"), strict=False, allow_inf_nan=False
+    )
 
 
 class _RunRow(Row):
@@ -55,14 +57,15 @@ def read_qrels(file: Path) -> Iterator[tuple[str, Qrel]]:
         yield from read_rows(Qrel, file)
         return
 
-    columns: Sequence[str] | None = None
+    columns: Sequence[str] = ()
     for where, values in _split_lines(file):
-        if columns is None:
-            has_header = not {"query-id", "query_id"}.isdisjoint(values)
-            columns = values if has_header else _QREL_COLUMNS.get(len(values), [])
-            if has_header:
-                continue
-        yield where, parse_row(Qrel, _named(columns, values, "query, skill and score", where), where)
+        is_header = not {"query-id", "query_id"}.isdisjoint(values)
+        if is_header and not columns:
+            columns = values
+            continue
+        columns = columns or _QREL_COLUMNS.get(len(values), ())
+        named = _named(columns, values, "query, skill and score", where)
+        yield where, parse_row(Qrel, named, where)
 
 
 def read_run(file: Path) -> dict[str, list[str]]:
@@ -91,9 +94,7 @@ def read_run(file: Path) -> dict[str, list[str]]:
     return rankings
 
 
-def _named(
-    columns: Sequence[str], values: Sequence[str], form: str, where: str
-) -> dict[str, str]:
+def _named(columns: Sequence[str], values: Sequence[str], form: str, where: str) -> dict[str, str]:
     """Return the values of a line by column, or raise SkilltrainError for another number of them.
 
     Args:
