@@ -606,7 +606,7 @@ def qrels(rows: str) -> Files:
         ),
         (
             BEIR | {"qrels/test.tsv": "q2\td1\n"},
-            r"test\.tsv, line 1: has 2 columns \(the columns are query, skill and score",
+            r"test\.tsv, line 1: has 2 columns \(write query, skill and score",
         ),
         (
             BEIR | {"qrels/test.tsv": f"{QRELS}q1\td1\t1\nq2\td1\t1\t1\n"},

@@ -88,7 +88,10 @@ def test_mteb_validation_becomes_dev(beir: Path, pool: Path):
     [
         ({"qrels/test.tsv": "q3\td9\t1\n"}, "query q3: query 'q3' requires skill 'd9'"),
         ({"qrels/test.tsv": "q9\td1\t1\n"}, "test.tsv, line 1: query 'q9' is not among the"),
-        ({"qrels/test.tsv": "q3 d1\n"}, "test.tsv, line 1: has 2 columns (the columns are"),
+        (
+            {"qrels/test.tsv": "q3 d1\n"},
+            "test.tsv, line 1: has 2 columns (write query, skill and score",
+        ),
         ({"qrels/other.tsv": "q3\td1\t1\n"}, "neither its rows nor its file name give a split"),
     ],
 )

@@ -61,6 +61,39 @@ def test_predictions_are_scored_by_section(benchmark):
     assert scores["all"]["Set-Compat"]["n"] == 1
 
 
+def test_trec_run_scores_like_json(benchmark):
+    run = benchmark.parent / "run.txt"
+    # The scores give the order, and ranks the order of equal scores.
+    run.write_text(
+        "t1 Q0 gt/a 9 2.5 mine\nt1\tQ0\tcopy/a\t2\t4.0\tmine\n\n"
+        "t2 Q0 x 2 1 mine\nt2 Q0 gt/b 1 1 mine\nt2 Q0 gt/c 3 0.5 mine\n"
+    )
+
+    outcome = skilltrain("evaluate", "--benchmark", benchmark, "--predictions", run)
+
+    assert json.loads(outcome.out) == json.loads(evaluate(benchmark, PREDICTIONS).out)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t1 Q0 gt/a 1 2.5\n", "run.txt, line 1: has 5 columns (a TREC run has query, Q0, skill"),
+        ("\nt1 Q0 gt/a one 2.5 x\n", "run.txt, line 2: rank: Input should be a valid integer"),
+        ("t9 Q0 gt/a 1 2.5 x\n", "1 of 1 predicted queries are not in the benchmark"),
+        ("t1 Q0 gt/a 1 2 x\nt1 Q0 gt/a 2 1 x\n", "query t1: skill 'gt/a' appears twice"),
+        ("", "run.txt: the run has no line"),
+        ('{"t1": ["gt/a"]}', "has 2 columns (a TREC run"),
+    ],
+)
+def test_broken_trec_run_is_refused(benchmark, text: str, message: str):
+    run = benchmark.parent / "run.txt"
+    run.write_text(text)
+
+    outcome = skilltrain("evaluate", "--benchmark", benchmark, "--predictions", run)
+
+    assert message in outcome.error_line
+
+
 def test_json_file_has_scores_per_query(benchmark, tmp_path):
     out = tmp_path / "new" / "scores.json"
 

@@ -64,6 +64,7 @@ BUILT_IN = {
         "nDCG-bin": "skilltrain.metrics.measures:ndcg_bin",
         "Recall": "skilltrain.metrics.measures:recall",
         "Precision": "skilltrain.metrics.measures:precision",
+        "MAP": "skilltrain.metrics.measures:average_precision",
         "FC": "skilltrain.metrics.measures:full_coverage",
         "COMP": "skilltrain.metrics.measures:comp",
         "Set-Compat": "skilltrain.metrics.measures:set_compat",

@@ -28,6 +28,8 @@ _QREL_COLUMNS = {
     4: ["query-id", "iteration", "corpus-id", "score"],
 }
 _RUN_COLUMNS = ["query", "q0", "skill", "rank", "score", "system"]
+_QREL_FORM = "write query, skill and score, separated by tabs or spaces"
+_RUN_FORM = "a TREC run has query, Q0, skill, rank, score and system; JSON is in a file .json"
 
 
 class Qrel(Row):
@@ -64,7 +66,7 @@ def read_qrels(file: Path) -> Iterator[tuple[str, Qrel]]:
             columns = values
             continue
         columns = columns or _QREL_COLUMNS.get(len(values), ())
-        named = _named(columns, values, "query, skill and score", where)
+        named = _named(columns, values, _QREL_FORM, where)
         yield where, parse_row(Qrel, named, where)
 
 
@@ -81,8 +83,7 @@ def read_run(file: Path) -> dict[str, list[str]]:
     """
     rows_by_query: dict[str, list[_RunRow]] = {}
     for where, values in _split_lines(file):
-        form = "query, Q0, skill, rank, score and system"
-        row = parse_row(_RunRow, _named(_RUN_COLUMNS, values, form, where), where)
+        row = parse_row(_RunRow, _named(_RUN_COLUMNS, values, _RUN_FORM, where), where)
         rows_by_query.setdefault(row.query, []).append(row)
     if not rows_by_query:
         raise SkilltrainError("invalid-predictions", "the run has no line", where=file)
@@ -100,13 +101,12 @@ def _named(columns: Sequence[str], values: Sequence[str], form: str, where: str)
     Args:
         columns: Names of the columns.
         values: Values of the line.
-        form: The columns in words.
+        form: The columns in words, for the error.
         where: File and line, for the error.
     """
     if len(values) != len(columns):
         problem = f"has {len(values)} columns"
-        fix = f"the columns are {form}, separated by tabs or spaces"
-        raise SkilltrainError("invalid-row", problem, where=where, fix=fix)
+        raise SkilltrainError("invalid-row", problem, where=where, fix=form)
     return dict(zip(columns, values, strict=True))
 
 
