@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from skilltrain.errors import SkilltrainError
     from skilltrain.records import Query, Skill
     from skilltrain.serving.router import Router
+    from skilltrain.tables import read_table, write_table
 
 __all__ = [
     "Query",
@@ -27,9 +28,11 @@ __all__ = [
     "export_model",
     "fit",
     "read_pool",
+    "read_table",
     "route",
     "run",
     "train",
+    "write_table",
 ]
 # Modules of the names that are not in `skilltrain.api`.
 _MODULES = {
@@ -38,6 +41,8 @@ _MODULES = {
     "Skill": "records",
     "SkilltrainError": "errors",
     "read_pool": "data.pool.read",
+    "read_table": "tables",
+    "write_table": "tables",
 }
 
 
