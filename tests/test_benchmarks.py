@@ -159,7 +159,7 @@ def test_beir_scores_are_gains(beir: Path):
 
     first, second = benchmark.tasks
     assert first.query == Query("q1", "one", "multi", "bench", "test")
-    assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
+    assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0, "d3": 0.0})
     assert second.labels["kind"] == "single"
     assert benchmark.unscored == {"q3"}
 
@@ -189,7 +189,8 @@ def test_beir_qrels_may_come_from_windows(beir: Path):
 
     tasks = load_benchmark(beir).tasks
 
-    assert [task.relevance for task in tasks] == [gold("d1"), gold("d3")]
+    judged = Relevance(frozenset({"d1"}), {"d1": 1.0, "d2": 0.0})
+    assert [task.relevance for task in tasks] == [judged, gold("d3")]
 
 
 def test_beir_metadata_are_labels(beir: Path):
@@ -280,34 +281,35 @@ def test_mteb_split_has_its_files(beir: Path):
 
 @pytest.fixture
 def toolret(tmp_path: Path) -> Path:
-    """Return a folder with two query sets and two categories of tools."""
-    for query_set, number in (("gta", 1), ("apibank", 2)):
+    """Return a folder with a query set for each of the three categories of tools."""
+    sets = {"code": "toolink", "customized": "gta", "web": "apibank"}
+    for number, (category, query_set) in enumerate(sets.items()):
         labels = [
             {"id": f"tool_{number}", "doc": {}, "relevance": 1},
-            {"id": "tool_3", "doc": {}, "relevance": 0},
+            {"id": "tool_9", "doc": {}, "relevance": 0},
         ]
         row = {"id": f"{query_set}_1", "query": "do it", "labels": json.dumps(labels)}
         write_parquet(tmp_path / "ToolRet-Queries" / query_set / "queries-0.parquet", [row])
-    for category, number in (("customized", 1), ("web", 2)):
-        rows = [{"id": f"tool_{n}", "documentation": f"text {n}"} for n in (number, 3)]
-        write_parquet(tmp_path / "ToolRet-Tools" / category / "tools-0.parquet", rows)
+        tools = [{"id": f"tool_{n}", "documentation": f"text {n}"} for n in (number, 9)]
+        write_parquet(tmp_path / "ToolRet-Tools" / category / "tools-0.parquet", tools)
     return tmp_path
 
 
 def test_toolret_category_is_tier(toolret: Path):
-    customized, web = load_benchmark(toolret).tiers
+    code, customized, web = load_benchmark(toolret).tiers
 
-    assert (ids(customized), pool_ids(customized)) == (["gta_1@customized"], ["tool_1", "tool_3"])
-    assert (ids(web), pool_ids(web)) == (["apibank_1@web"], ["tool_2", "tool_3"])
+    assert (ids(code), pool_ids(code)) == (["toolink_1@code"], ["tool_0", "tool_9"])
+    assert (ids(customized), pool_ids(customized)) == (["gta_1@customized"], ["tool_1", "tool_9"])
+    assert ids(web) == ["apibank_1@web"]
     assert web.tasks[0].relevance == gold("tool_2")
-    assert web.tasks[0].labels["query set"] == "apibank"
+    assert web.tasks[0].labels["origin"] == "apibank"
     assert web.pool[0].body == "text 2"
 
 
-def test_toolret_without_tools_is_refused(toolret: Path):
-    (toolret / "ToolRet-Tools").rename(toolret / "elsewhere")
+def test_toolret_without_category_is_refused(toolret: Path):
+    (toolret / "ToolRet-Queries" / "gta").rename(toolret / "elsewhere")
 
-    with raises("missing-table"):
+    with raises("empty-benchmark"):
         load_benchmark(toolret)
 
 
@@ -606,11 +608,11 @@ def qrels(rows: str) -> Files:
         ),
         (
             BEIR | {"qrels/test.tsv": "q2\td1\n"},
-            r"test\.tsv, line 1: has 2 columns \(write query, skill and score",
+            r"test\.tsv, line 1: has 2 columns \(its columns are query_id skill_id",
         ),
         (
-            BEIR | {"qrels/test.tsv": f"{QRELS}q1\td1\t1\nq2\td1\t1\t1\n"},
-            r"test\.tsv, line 3: has 4 columns \(",
+            BEIR | {"qrels/test.tsv": f"{QRELS}q1\td1\t1\nq2\td1\t1\t1\t1\n"},
+            r"test\.tsv, line 3: has 5 columns \(",
         ),
         (BEIR | {"qrels/test.tsv": "q1\td1\tgood\n"}, r"test\.tsv, line 1: score: "),
         (

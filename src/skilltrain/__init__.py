@@ -11,6 +11,7 @@ from skilltrain.version import __version__
 
 if TYPE_CHECKING:
     from skilltrain.api import build_lists, evaluate, export_model, fit, route, run, train
+    from skilltrain.data.export_data import export_data
     from skilltrain.data.pool.read import read_pool
     from skilltrain.errors import SkilltrainError
     from skilltrain.records import Query, Skill
@@ -25,6 +26,7 @@ __all__ = [
     "__version__",
     "build_lists",
     "evaluate",
+    "export_data",
     "export_model",
     "fit",
     "read_pool",
@@ -40,6 +42,7 @@ _MODULES = {
     "Router": "serving.router",
     "Skill": "records",
     "SkilltrainError": "errors",
+    "export_data": "data.export_data",
     "read_pool": "data.pool.read",
     "read_table": "tables",
     "write_table": "tables",

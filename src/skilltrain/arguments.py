@@ -29,8 +29,8 @@ def rows_of(source: Any, name: str) -> list[Any]:
     """Return the rows of a table. The rows themselves are not checked.
 
     Args:
-        source: A DataFrame of pandas, a `datasets.Dataset`, a Table of pyarrow, another iterable of
-            rows, or a dict, which is a single row. Missing values of a DataFrame are left out.
+        source: A DataFrame of pandas, a `datasets.Dataset`, another iterable of rows, or a dict,
+            which is a single row. Missing values of a DataFrame are left out.
         name: Name of the argument, for the error.
 
     Returns:
@@ -42,11 +42,6 @@ def rows_of(source: Any, name: str) -> list[Any]:
     # A dict is a single row.
     if isinstance(source, Mapping):
         return [source]
-    # Whoever has a table of pyarrow has imported pyarrow, which takes long to import.
-    pyarrow = sys.modules.get("pyarrow")
-    if pyarrow is not None and isinstance(source, pyarrow.Table):
-        return source.to_pylist()
-
     # A text is iterable too, but its characters are no rows.
     if isinstance(source, str | bytes) or not isinstance(source, Iterable):
         raise wrong_argument(name, "a table, or a list of rows", source)

@@ -1,6 +1,5 @@
 """Write files and folders completely or not at all, and read JSON and tables with clear errors."""
 
-import csv
 import errno
 import gzip
 import hashlib
@@ -299,50 +298,30 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         SkilltrainError: The file is missing, is of another kind, or cannot be read.
     """
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
     check_regular(path)
     kind = path.suffix.lower()
     if kind in (".jsonl", ".gz"):
         yield from read_jsonl(path)
-    elif kind == ".parquet":
-        yield from _read_parquet(path)
-    elif kind == ".csv":
-        yield from _read_csv(path)
-    else:
-        problem = "cannot tell what this file is"
-        fix = "give a .jsonl, .jsonl.gz, .parquet or .csv file"
-        raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a parquet file; see `read_records`."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
+        return
     try:
-        rows = pq.read_table(path).to_pylist()
+        if kind == ".parquet":
+            table = parquet.read_table(path)
+        elif kind == ".csv":
+            options = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, parse_options=options)
+        else:
+            problem = "cannot tell what this file is"
+            fix = "give a .jsonl, .jsonl.gz, .parquet or .csv file"
+            raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
     except (pa.ArrowException, OSError) as error:
-        problem = f"cannot be read as parquet: {reason_of(error)}"
-        raise SkilltrainError("not-parquet", problem, where=path) from error
-    for number, row in enumerate(rows, 1):
+        problem = f"cannot be read as {kind[1:]}: {reason_of(error)}"
+        code = "not-parquet" if kind == ".parquet" else "unreadable-file"
+        raise SkilltrainError(code, problem, where=path) from error
+    for number, row in enumerate(table.to_pylist(), 1):
         yield f"{path}, row {number}", row
-
-
-def _read_csv(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows below the header of a CSV file; see `read_records`."""
-    try:
-        # The module csv finds the ends of lines itself, because a quoted value may hold some.
-        with path.open(encoding="utf-8-sig", newline="") as lines:
-            reader = csv.DictReader(lines, strict=True)
-            for row in reader:
-                where = f"{path}, line {reader.line_num}"
-                # Values without a column have the key None, and a column without a value has None.
-                if None in row or None in row.values():
-                    problem = "has not as many values as the header has columns"
-                    raise SkilltrainError("invalid-row", problem, where=where)
-                yield where, row
-    except (csv.Error, UnicodeDecodeError, OSError) as error:
-        problem = f"cannot be read as CSV: {reason_of(error)}"
-        raise SkilltrainError("unreadable-file", problem, where=path) from error
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

@@ -4,6 +4,7 @@ Rows that do not fit a table are errors. Without the checks here, pyarrow would 
 drop values.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from math import isnan
@@ -241,57 +242,49 @@ def _would_change(value: Any, arrow_type: pa.DataType) -> bool:
 
 
 def _with_declared_types(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """Convert columns to the declared types, such as pandas' large_string to string.
+    """Return a table with the declared order and types of columns.
 
-    A column of another kind, such as numbers for texts, stays as it is: `_check_table` reports it.
+    For example, pandas writes large_string for string, int64 for int32, and allows nulls.
 
     Args:
-        table: The table, with its columns in any order.
+        table: The table.
         spec: Declaration of the table.
         where: Path of the table, for the error.
 
     Raises:
-        SkilltrainError: A column is missing or unknown, or a number is too large for its column.
+        SkilltrainError: A column is missing or unknown, or is of another kind, or a number is too
+            large.
     """
-    missing = {*spec.schema.names} - {*table.column_names}
-    extra = {*table.column_names} - {*spec.schema.names}
-    if missing or extra:
-        fault = f"lacks the column '{min(missing)}'" if missing else f"has a column '{min(extra)}'"
-        fix = f"a {spec.name} table has the columns {', '.join(spec.schema.names)}"
-        problem = f"is not a {spec.name} table: it {fault}"
+    wrong_names = {*table.column_names} ^ {*spec.schema.names}
+    if wrong_names:
+        name = min(wrong_names)
+        problem = f"is not a {spec.name} table: the column '{name}' is missing or unknown"
+        fix = f"its columns are {', '.join(spec.schema.names)}"
         raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
 
-    fields: list[pa.Field] = []
     columns: list[pa.ChunkedArray] = []
     for field in spec.schema:
         column = table.column(field.name)
-        kind = _kind_of(column.type)
-        # A column without any value has the type null.
-        if kind not in ("null", "nulls", _kind_of(field.type)):
-            field = pa.field(field.name, column.type)
+        # A column of pandas has the type null if no row has a value.
+        if _kind_of(column.type) not in (_kind_of(field.type), "null", "list<null>"):
+            problem = f"column '{field.name}' has the type {column.type} instead of {field.type}"
+            raise SkilltrainError("wrong-columns", problem, where=where)
         try:
             columns.append(column.cast(field.type))
         except pa.ArrowException as error:
-            problem = f"a value does not fit column '{field.name}' of table {spec.name}: {error}"
+            problem = f"a value does not fit column '{field.name}': {error}"
             raise SkilltrainError("invalid-value", problem, where=where) from error
-        fields.append(field)
-    return pa.table(columns, schema=pa.schema(fields))
+    return pa.table(columns, schema=spec.schema)
 
 
 def _kind_of(arrow_type: pa.DataType) -> str:
-    """Return the kind of a type: `text`, `int`, `float`, or these with an `s` for lists."""
-    types = pa.types
-    if types.is_list(arrow_type) or types.is_large_list(arrow_type):
-        return f"{_kind_of(arrow_type.value_type)}s"
-    if types.is_string(arrow_type) or types.is_large_string(arrow_type):
-        return "text"
-    if types.is_integer(arrow_type):
-        return "int"
-    return "float" if types.is_floating(arrow_type) else str(arrow_type)
+    """Return the name of a type without its size: `list<string>` for a list of large_string."""
+    name = re.sub(r"large_|[0-9]+|\w+: | not null", "", str(arrow_type))
+    return name.replace("double", "float")
 
 
 def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """Check the types, the nulls and the keys of a table, and return the table.
+    """Check the nulls and the keys of a table, and return the table.
 
     Args:
         table: The table.
@@ -299,14 +292,8 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
         where: Path or name of the table, for errors.
 
     Raises:
-        SkilltrainError: A type differs, a value is null that may not be, or a key is repeated.
+        SkilltrainError: A value is null that may not be, or a key is repeated.
     """
-    for field, expected in zip(table.schema, spec.schema, strict=True):
-        if field != expected:
-            problem = f"has '{pa.schema([field])}' in the place of '{pa.schema([expected])}'"
-            fix = f"write it with skilltrain.write_table(rows, '{spec.name}', FOLDER)"
-            raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
-
     # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):
         problem = f"column '{field.name}' of table {spec.name} holds a null"
@@ -364,9 +351,7 @@ def write_table(rows: pa.Table | Rows, spec: TableSpec | str, path: Path | str) 
     """
     spec = _declared(spec)
     if isinstance(rows, pa.Table):
-        table = _with_declared_types(rows, spec, path)
-        # The cast restores the names of list items, which parquet changes.
-        table = _check_table(table, spec, path).cast(spec.schema)
+        table = _check_table(_with_declared_types(rows, spec, path), spec, path)
     else:
         table = table_from_rows(rows, spec)
     file = table_path(path, spec)

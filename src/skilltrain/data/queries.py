@@ -36,11 +36,12 @@ from pydantic import (
 from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
-from skilltrain.data.read_formats import beir_query_rows, is_beir_folder
+from skilltrain.data.read_formats import beir_query_rows
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.trigger_evals import UNSERVED_FILE, query_rows, unserved_rows
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_records, write_jsonl
+from skilltrain.metrics.benchmarks.qrels import beir_files
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
@@ -460,7 +461,7 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
             are read.
         out: Folder to write to.
     """
-    folders = [file for file in files if file.is_dir() and not is_beir_folder(file)]
+    folders = [file for file in files if file.is_dir() and not beir_files(file, "queries")]
     rows = unserved_rows(folders)
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
@@ -486,7 +487,7 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if not path.is_dir():
         yield from read_records(path)
-    elif is_beir_folder(path):
+    elif beir_files(path, "queries"):
         yield from beir_query_rows(path)
     else:  # a folder of skills, with queries in its files evals/trigger-eval.json
         yield from query_rows(path)

@@ -393,7 +393,7 @@ def _read_prediction_file(file: Path, benchmark: Benchmark, pool: Container[str]
     is_json = file.suffix.lower() == ".json"
     values = read_json(file) if is_json else read_run(file)
     if not isinstance(values, dict) or not values:
-        problem = "predictions are an object {query_id: [skill_id, …]}, with a query at least"
+        problem = "predictions are an object {query_id: [skill_id, …]}, or a TREC run"
         raise SkilltrainError("invalid-predictions", problem, where=file)
     for query_id, ranking in values.items():
         _check_prediction(ranking, pool, f"{file}, query {query_id}")

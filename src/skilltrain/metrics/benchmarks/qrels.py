@@ -105,23 +105,34 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
     """
     queries = read_beir_queries(folder, split)
     documents = rows_by_id("skill", read_rows(_Document, *beir_files(folder, "corpus", split)))
-    tasks: list[Task] = []
-    for file in qrels_files(folder, split):
-        tasks += _tasks(file, queries, name_of(folder))
     pool = [
         Skill(row.row_id, row.title or "", description="", body=row.text)
         for row in documents.values()
     ]
+    tasks = [*beir_tasks(folder, queries, split)]
     return make_benchmark(folder, tasks, split, query_ids=queries, pool=pool)
 
 
 def read_beir_queries(folder: Path, split: str | None = None) -> dict[str, QueryRow]:
     """Read the queries of a BEIR folder by id."""
-    files = beir_files(folder, "queries", split)
-    if not files:
-        problem = "holds no queries.jsonl and no parquet file of queries"
-        raise SkilltrainError("missing-table", problem, where=folder)
-    return rows_by_id("query", read_rows(QueryRow, *files))
+    return rows_by_id("query", read_rows(QueryRow, *beir_files(folder, "queries", split)))
+
+
+def beir_tasks(
+    folder: Path, queries: Mapping[str, QueryRow], split: str | None = None
+) -> Iterator[Task]:
+    """Yield the judged queries of a BEIR folder, also those without a relevant skill.
+
+    Args:
+        folder: Folder with qrels/, or with data/ as in older repositories of MTEB.
+        queries: Queries by id.
+        split: The split; None for all.
+    """
+    qrels = folder / "qrels"
+    if not qrels.exists() and (folder / "data").exists():
+        qrels = folder / "data"
+    for file in _split_files(qrels, split):
+        yield from _tasks(file, queries, name_of(folder))
 
 
 def beir_files(folder: Path, name: str, split: str | None = None) -> list[Path]:
@@ -136,20 +147,11 @@ def beir_files(folder: Path, name: str, split: str | None = None) -> list[Path]:
     if file.exists():
         return [file]
     files = sorted((folder / name).glob("*.parquet"))
-    files_of_split = [file for file in files if split_of(file) == split]
+    files_of_split = [file for file in files if _split_of(file) == split]
     return files_of_split or files
 
 
-def qrels_files(folder: Path, split: str | None) -> list[Path]:
-    """Return the judgements of a BEIR folder; see `_split_files`."""
-    qrels = folder / "qrels"
-    # Older repositories of MTEB have their judgements in the folder `data`.
-    if not qrels.exists() and (folder / "data").exists():
-        qrels = folder / "data"
-    return _split_files(qrels, split)
-
-
-def split_of(file: Path) -> str:
+def _split_of(file: Path) -> str:
     """Return the split that the name of a file gives.
 
     For example, `test.tsv` and `test-00000-of-00001.parquet` have the split `test`.
@@ -191,15 +193,15 @@ def _split_files(folder: Path, split: str | None) -> list[Path]:
     Raises:
         SkilltrainError: There are no files, or there is none for the split.
     """
-    suffixes = (".tsv", ".jsonl", ".parquet")
+    suffixes = (".tsv", ".txt", ".jsonl", ".parquet")
     files = [file for file in sorted(folder.glob("*")) if file.suffix in suffixes]
     if not files:
-        problem = "holds no judgements: no .tsv, .jsonl or .parquet file"
+        problem = "holds no judgements: no .tsv, .txt, .jsonl or .parquet file"
         raise SkilltrainError("missing-table", problem, where=folder)
-    files_of_split = [file for file in files if split in (None, split_of(file))]
+    files_of_split = [file for file in files if split in (None, _split_of(file))]
     if not files_of_split:
         problem = f"holds no split '{split}'"
-        fix = f"its splits are {', '.join(map(split_of, files))}"
+        fix = f"its splits are {', '.join(map(_split_of, files))}"
         raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
     return files_of_split
 
@@ -213,27 +215,11 @@ def _tasks(file: Path, queries: Mapping[str, QueryRow], origin: str) -> Iterator
         file: File of the judgements. Its name is the split: `test.tsv` has the split `test`.
         queries: Queries by id.
         origin: Name of the benchmark that the queries come from.
-    """
-    for query_row, scores in judged_queries(file, queries):
-        # A skill is gold if its score is above 0, and its score is its gain in nDCG.
-        gains = {skill_id: score for skill_id, score in scores.items() if score > 0}
-        split = split_of(file)
-        query = Query(query_row.row_id, query_row.text, kind="", origin=origin, split=split)
-        yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)
-
-
-def judged_queries(
-    file: Path, queries: Mapping[str, QueryRow]
-) -> Iterator[tuple[QueryRow, dict[str, float]]]:
-    """Yield the judged queries of a file, each with its scores by skill id.
-
-    Args:
-        file: File of judgements.
-        queries: Queries by id. Their order is that of the result.
 
     Raises:
         SkilltrainError: A judgement has an unknown query, or a query and a skill repeat.
     """
+    # Group the judgements: score by query id, then by skill id.
     scores_by_query: dict[str, dict[str, float]] = {}
     for where, row in read_qrels(file):
         if row.query_id not in queries:
@@ -246,8 +232,14 @@ def judged_queries(
         scores[row.skill_id] = row.score
 
     for query_id, query_row in queries.items():
-        if query_id in scores_by_query:
-            yield query_row, scores_by_query[query_id]
+        scores = scores_by_query.get(query_id)
+        if scores is None:
+            continue  # the query belongs to another split
+        # A skill is gold if its score is above 0, and its score is its gain in nDCG.
+        gains = {skill_id: max(score, 0.0) for skill_id, score in scores.items()}
+        gold = frozenset(skill_id for skill_id, gain in gains.items() if gain)
+        query = Query(query_id, query_row.text, kind="", origin=origin, split=_split_of(file))
+        yield task_of(query, Relevance(gold, gains), query_row.labels(), file)
 
 
 BEIR = BenchmarkReader(

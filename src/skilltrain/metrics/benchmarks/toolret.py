@@ -5,42 +5,31 @@ tools is a tier: its queries are ranked over its own tools. As in MTEB, a tool i
 alone, and the instructions that come with the queries are not used.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from pydantic import Json
 
-from skilltrain.errors import SkilltrainError
-from skilltrain.metrics.benchmarks.benchmark import (
-    Benchmark,
-    BenchmarkReader,
-    Task,
-    as_tier,
-    join_tiers,
-    make_benchmark,
-    task_of,
-)
+from skilltrain.metrics.benchmarks import benchmark as b
 from skilltrain.metrics.benchmarks.rows import NamedRow, Row, Text, read_rows, rows_by_id
 from skilltrain.metrics.benchmarks.trec import Id
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
 
-_QUERIES = "ToolRet-Queries"
-_TOOLS = "ToolRet-Tools"
-_ORIGIN = "toolret"
-_OTHER_CATEGORY = "web"
-# Query sets of each category, as in MTEB. All others are of the category `web`.
-_CATEGORIES = {
+# Query sets of each category, as in MTEB.
+_QUERY_SETS = {
     "code": "craft-math-algebra craft-tabmwp craft-vqa gorilla-huggingface gorilla-pytorch "
     "gorilla-tensor toolink",
-    "customized": "appbench gpt4tools gta taskbench-huggingface taskbench-multimedia metatool "
+    "customized": "appbench gpt4tools gta metatool taskbench-huggingface taskbench-multimedia "
     "tool-be-honest toolalpaca toolbench-sam",
+    "web": "apibank apigen autotools-food autotools-music autotools-weather mnms "
+    "restgpt-spotify restgpt-tmdb reversechain rotbench t-eval-dialog t-eval-step "
+    "taskbench-daily toolace toolbench toolemu tooleyes toollens ultratool",
 }
 
 
 class _Label(Row):
     id: Id
-    relevance: int
+    relevance: float
 
 
 class _QueryRow(NamedRow):
@@ -52,7 +41,7 @@ class _ToolRow(NamedRow):
     documentation: str
 
 
-def read_toolret(folder: Path, split: str | None) -> Benchmark:
+def read_toolret(folder: Path, split: str | None) -> b.Benchmark:
     """Read the two data sets, with a tier for each category of tools.
 
     Args:
@@ -60,46 +49,23 @@ def read_toolret(folder: Path, split: str | None) -> Benchmark:
             parquet files: of a query set, or of a category of tools.
         split: Split to score; None for all. All queries have the split `test`.
     """
-    files_by_category: dict[str, list[Path]] = {}
-    for file in sorted((folder / _TOOLS).glob("*/*.parquet")):
-        files_by_category.setdefault(file.parent.name, []).append(file)
-    if not files_by_category:
-        fix = f"download the data set {_TOOLS} beside {_QUERIES}"
-        problem = f"holds no {_TOOLS}/CATEGORY/*.parquet"
-        raise SkilltrainError("missing-table", problem, where=folder, fix=fix)
-
-    tiers: list[Benchmark] = []
-    for category, files in files_by_category.items():
+    tiers: list[b.Benchmark] = []
+    for category, query_sets in _QUERY_SETS.items():
+        files = sorted(folder.glob(f"ToolRet-Tools/{category}/*.parquet"))
         tools = rows_by_id("tool", read_rows(_ToolRow, *files))
-        pool = [
-            Skill(tool_id, name="", description="", body=row.documentation, source=_ORIGIN)
-            for tool_id, row in tools.items()
-        ]
-        tasks = [*_tasks(folder / _QUERIES, category)]
+        pool = [Skill(tool_id, "", "", row.documentation) for tool_id, row in tools.items()]
+        tasks: list[b.Task] = []
+        for query_set in query_sets.split():
+            files = sorted(folder.glob(f"ToolRet-Queries/{query_set}/*.parquet"))
+            for where, row in read_rows(_QueryRow, *files):
+                gains = {label.id: label.relevance for label in row.labels if label.relevance > 0}
+                query = Query(row.row_id, row.query, kind="", origin=query_set, split="test")
+                tasks.append(b.task_of(query, Relevance(frozenset(gains), gains), {}, where))
         # `make_benchmark` names the benchmark after the last folder of this path.
-        tiers.append(as_tier(make_benchmark(folder / category, tasks, split, pool=pool)))
-    return join_tiers(tiers)
+        tiers.append(b.as_tier(b.make_benchmark(folder / category, tasks, split, pool=pool)))
+    return b.join_tiers(tiers)
 
 
-def _tasks(folder: Path, category: str) -> Iterator[Task]:
-    """Yield the tasks of a category of tools.
-
-    Args:
-        folder: Folder of the queries, with a folder for each query set.
-        category: The category.
-    """
-    for file in sorted(folder.glob("*/*.parquet")):
-        query_set = file.parent.name
-        categories = [name for name, sets in _CATEGORIES.items() if query_set in sets.split()]
-        if category not in (categories or [_OTHER_CATEGORY]):
-            continue
-        for where, row in read_rows(_QueryRow, file):
-            gains = {label.id: float(label.relevance) for label in row.labels if label.relevance}
-            query = Query(row.row_id, row.query, kind="", origin=_ORIGIN, split="test")
-            relevance = Relevance(frozenset(gains), gains)
-            yield task_of(query, relevance, {"query set": query_set}, where)
-
-
-TOOLRET = BenchmarkReader(
-    _QUERIES, f"{_QUERIES} and {_TOOLS} (ToolRet, MTEB's ToolRetrieval)", read_toolret
+TOOLRET = b.BenchmarkReader(
+    "ToolRet-Queries", "ToolRet-Queries and ToolRet-Tools (MTEB's ToolRetrieval)", read_toolret
 )
