@@ -207,17 +207,19 @@ def test_trec_files_score_as_ours(lists: Path):
 
     run = ir_measures.read_trec_run(str(out / "encoder_runs_encoder.run"))
     qrels = ir_measures.read_trec_qrels(str(out / "qrels.txt"))
-    reference = ir_measures.calc_aggregate([AP(rel=2), nDCG @ 10], [*qrels], [*run])
+    measures = [AP(rel=2), nDCG @ 10]
+    reference = ir_measures.calc_aggregate(measures, [*qrels], [*run])
 
     benchmark = load_benchmark(lists)
     rankings = read_run(out / "encoder_runs_encoder.run")
     values = per_query(rankings, benchmark.relevances, parse_measures(["MAP", "nDCG@10"]))
     means = [sum(row[name] for row in values.values()) / 2 for name in ("MAP", "nDCG@10")]
-    assert [*reference.values()] == pytest.approx(means)
+    assert [reference[measure] for measure in measures] == pytest.approx(means)
 
 
-def test_id_with_space_is_no_trec(lists: Path):
-    write_rankings(lists, {"x": {"q1": [("a b", 1.0)]}})
+@pytest.mark.parametrize("skill_id", ["a b", "a b c"])
+def test_id_with_space_is_no_trec(lists: Path, skill_id: str):
+    write_ours(lists, [("q1", "first", "train")], {"q1": {skill_id: "required"}})
 
     outcome = skilltrain("export-data", lists, "--to", "trec", "--out", lists.parent / "out")
 
@@ -251,6 +253,15 @@ def test_missing_table_is_named(lists: Path, form: str, table: str, message: str
     outcome = skilltrain("export-data", lists, "--to", form, "--out", lists.parent / "out")
 
     assert message in outcome.error_line
+
+
+def test_lists_without_negatives_give_no_triplets(lists: Path):
+    row = {"query_id": "q1", "skill_ids": ["a"], "verdicts": ["required"], "sources": ["x"]}
+    write_table([row | {"ranks": [0]}], "lists", lists)
+
+    outcome = skilltrain("export-data", lists, "--to", "triplets", "--out", lists.parent / "out")
+
+    assert "no list has a negative" in outcome.error_line
 
 
 def test_pool_without_a_listed_skill_is_refused(lists: Path):

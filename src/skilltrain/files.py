@@ -318,7 +318,9 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
     except (pa.ArrowException, OSError) as error:
         problem = f"cannot be read as {kind[1:]}: {reason_of(error)}"
-        code = "not-parquet" if kind == ".parquet" else "unreadable-file"
+        code = "unreadable-file"
+        if kind == ".parquet":
+            code = "not-parquet"
         raise SkilltrainError(code, problem, where=path) from error
     for number, row in enumerate(table.to_pylist(), 1):
         yield f"{path}, row {number}", row

@@ -222,10 +222,10 @@ def inspect_lists(
 @app.command("export-data", rich_help_panel="Data")
 def export_training_data(
     source: Annotated[
-        str,
+        Path,
         typer.Argument(
             help="folder of lists, queries or rankings; with --to lists a .jsonl, .csv or .parquet "
-            "file of texts, or hf:NAME[:split]"
+            "file of texts"
         ),
     ],
     to: Annotated[

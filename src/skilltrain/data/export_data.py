@@ -2,7 +2,7 @@
 
 import hashlib
 import random
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, product
 from pathlib import Path
 from statistics import mode
@@ -23,6 +23,7 @@ from skilltrain.tables import (
     read_queries,
     read_skills,
     read_table,
+    read_verdicts,
     table_path,
     write_queries,
     write_table,
@@ -99,18 +100,21 @@ def _write_texts(source: Path, skills: Iterable[Skill], folder: Path, form: Data
         KeyError: A list has an unknown query or skill.
     """
     queries = {query.query_id: query.text for query in read_queries(source)}
-    texts = {skill.skill_id: SkillTemplate().render(skill) for skill in skills}
+    template = SkillTemplate()
+    texts = {skill.skill_id: template.render(skill) for skill in skills}
     rows: list[dict[str, str]] = []
     for row in read_lists(source):
         candidates = [*zip(row["skill_ids"], row["verdicts"], strict=True)]
         positives = [texts[skill_id] for skill_id, verdict in candidates if verdict in POSITIVE]
         negatives = [texts[skill_id] for skill_id, verdict in candidates if verdict not in POSITIVE]
-        # The negatives of each row
+        # A group is the negatives of one row.
         groups = {"pairs": [[]], "triplets": [[text] for text in negatives], "tuples": [negatives]}
         for positive, group in product(positives, groups[form]):
             numbered = {f"negative_{number}": text for number, text in enumerate(group, 1)}
             rows.append({"anchor": queries[row["query_id"]], "positive": positive, **numbered})
 
+    if not rows:
+        raise SkilltrainError("nothing-left", "no list has a negative", where=source)
     # All rows must have the same columns. Tuples of other lengths than most are left out.
     num_columns = mode(map(len, rows))
     equal_rows = [row for row in rows if len(row) == num_columns]
@@ -137,16 +141,24 @@ def _write_trec(source: Path, folder: Path) -> Summary:
             lines_by_file.setdefault(f"{row['stage']}.run", []).append(line)
     # A folder without rankings must have judgements.
     if table_path(source, JUDGEMENTS).is_file() or not lines_by_file:
-        for row in read_table(source, JUDGEMENTS).to_pylist():
-            line = f"{row['query_id']} 0 {row['skill_id']} {_SCORES[row['verdict']]}"
-            lines_by_file.setdefault("qrels.txt", []).append(line)
+        lines_by_file["qrels.txt"] = [
+            f"{query_id} 0 {skill_id} {score}" for query_id, skill_id, score in _qrels(source)
+        ]
     for name, lines in lines_by_file.items():
+        num_columns = 4 if name == "qrels.txt" else 6
         for line in lines:
-            if len(line.split()) not in (4, 6):
+            if len(line.split()) != num_columns:
                 problem = f"an id has white space, which a TREC file cannot hold: {line}"
                 raise SkilltrainError("invalid-value", problem, where=source, fix="rename the id")
         write_text(folder / name, "\n".join([*lines, ""]))
     return {f"num_{name}": len(lines) for name, lines in lines_by_file.items()}
+
+
+def _qrels(source: Path) -> Iterator[tuple[str, str, int]]:
+    """Yield the query id, the skill id and the score of each judgement in a folder."""
+    for query_id, verdicts in read_verdicts(source).items():
+        for skill_id, verdict in verdicts.items():
+            yield query_id, skill_id, _SCORES[verdict]
 
 
 def _write_beir(source: Path, skills: Iterable[Skill], folder: Path) -> Summary:
@@ -170,9 +182,8 @@ def _write_beir(source: Path, skills: Iterable[Skill], folder: Path) -> Summary:
     write_jsonl(folder / "queries.jsonl", rows)
     splits = {query.query_id: query.split for query in queries}
     lines_by_split = {split: ["query-id\tcorpus-id\tscore"] for split in splits.values()}
-    for row in read_table(source, JUDGEMENTS).to_pylist():
-        line = f"{row['query_id']}\t{row['skill_id']}\t{_SCORES[row['verdict']]}"
-        lines_by_split[splits[row["query_id"]]].append(line)
+    for query_id, skill_id, score in _qrels(source):
+        lines_by_split[splits[query_id]].append(f"{query_id}\t{skill_id}\t{score}")
     for split, lines in lines_by_split.items():
         write_text(folder / "qrels" / f"{split}.tsv", "\n".join([*lines, ""]))
     return {"num_skills": len(documents), "num_queries": len(rows)}
@@ -197,6 +208,7 @@ def _write_lists(verdicts_by_query: Mapping[str, dict[str, Verdict]], folder: Pa
         positives = [text for text, verdict in verdicts.items() if verdict in POSITIVE]
         for text in positives:
             judgements.append(Judgement(query_id, _id_of(text), Verdict.REQUIRED, _ORIGIN))
+        # Draw until a text is drawn that is no positive.
         while len(verdicts) == len(positives) < len(texts):
             verdicts.setdefault(rng.choice(texts), Verdict.IRRELEVANT)
         row = {"query_id": query_id, "skill_ids": [*map(_id_of, verdicts)]}
