@@ -184,7 +184,8 @@ def test_tuples_have_equal_columns(lists: Path):
     assert [[*row] for row in rows_of_file(lists.parent / "out")] == [
         ["anchor", "positive", "negative_1", "negative_2"]
     ] * 2
-    assert "num_left_out 1" in outcome.out
+    assert "left out 1 tuples" in outcome.err
+    assert "train.jsonl 2" in outcome.out
 
 
 @pytest.mark.parametrize("form", ["pairs", "triplets", "tuples"])

@@ -1,6 +1,7 @@
 """Write training data in the formats of other tools, and lists from texts of other tools."""
 
 import hashlib
+import json
 import random
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain, product
@@ -11,7 +12,7 @@ from typing import Any, get_args
 from skilltrain.data import DataForm
 from skilltrain.data.read_formats import read_texts
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import staged_folder, write_jsonl, write_text
+from skilltrain.files import staged_folder, write_text
 from skilltrain.records import POSITIVE, Judgement, Query, Skill, Verdict
 from skilltrain.stage import Summary
 from skilltrain.tables import (
@@ -29,9 +30,12 @@ from skilltrain.tables import (
     write_table,
 )
 from skilltrain.templates import SkillTemplate
+from skilltrain.terminal import say
 
 # Score of each verdict in TREC and BEIR: twice its gain in our own benchmarks.
 _SCORES = {Verdict.REQUIRED: 2, Verdict.USEFUL: 1, Verdict.IRRELEVANT: 0, Verdict.REJECTED: 0}
+LinesByFile = dict[str, list[str]]
+"""Lines of each file by its path in the folder to write."""
 _ORIGIN = "texts"  # origin of what was read from texts
 
 
@@ -54,14 +58,14 @@ def export_data(
         pool: Folder of the SKILLS table. None: `source` has this table too.
 
     Returns:
-        Counts of what was written.
+        Number of lines by file; for `lists` the numbers of lists and texts.
 
     Raises:
         SkilltrainError: A table is missing, or the tables do not fit each other.
 
     Examples:
         >>> export_data("runs/lists", "triplets", "runs/triplets", pool="runs/pool")
-        {'num_rows': 1740}
+        {'train.jsonl': 1740}
         >>> rows = [{"anchor": "join PDFs", "positive": "Merges PDFs.", "negative": "Sorts rows."}]
         >>> export_data(rows, "lists", "runs/from_texts")
         {'num_lists': 1, 'num_skills': 2}
@@ -72,28 +76,32 @@ def export_data(
     with staged_folder(Path(out)) as folder:
         if to == "lists":
             return _write_lists(read_texts(source), folder)
-        source = Path(source)
-        if to == "trec":
-            return _write_trec(source, folder)
-        try:
-            skills = read_skills(Path(pool or source))
-            if to == "beir":
-                return _write_beir(source, skills, folder)
-            return _write_texts(source, skills, folder, to)
-        except KeyError as error:
-            problem = f"the pool or the queries lack the id {error}"
-            raise SkilltrainError("unknown-skill", problem, where=source, fix="set pool") from error
+        lines_by_file = _lines_of(Path(source), to, Path(pool or source))
+        for name, lines in lines_by_file.items():
+            write_text(folder / name, "\n".join([*lines, ""]))
+        return {name: len(lines) for name, lines in lines_by_file.items()}
 
 
-def _write_texts(source: Path, skills: Iterable[Skill], folder: Path, form: DataForm) -> Summary:
-    """Write lists as rows of texts for sentence-transformers.
+def _lines_of(source: Path, form: DataForm, pool: Path) -> LinesByFile:
+    """Return the lines of each file that `export_data` writes."""
+    if form == "trec":
+        return _trec_lines(source)
+    skills = read_skills(pool)
+    try:
+        return _beir_lines(source, skills) if form == "beir" else _texts(source, skills, form)
+    except KeyError as error:
+        problem = f"the pool or the queries lack the id {error}"
+        raise SkilltrainError("unknown-skill", problem, where=source, fix="set pool") from error
+
+
+def _texts(source: Path, skills: Iterable[Skill], form: DataForm) -> LinesByFile:
+    """Return lists as rows of texts for sentence-transformers.
 
     A list with two positives and ten negatives gives two pairs, twenty triplets or two tuples.
 
     Args:
         source: Folder with LISTS and QUERIES.
         skills: Skills of the pool.
-        folder: Folder to write to.
         form: `pairs`, `triplets` or `tuples`.
 
     Raises:
@@ -117,22 +125,19 @@ def _write_texts(source: Path, skills: Iterable[Skill], folder: Path, form: Data
         raise SkilltrainError("nothing-left", "no list has a negative", where=source)
     # All rows must have the same columns. Tuples of other lengths than most are left out.
     num_columns = mode(map(len, rows))
-    equal_rows = [row for row in rows if len(row) == num_columns]
-    write_jsonl(folder / "train.jsonl", equal_rows)
-    return {"num_rows": len(equal_rows), "num_left_out": len(rows) - len(equal_rows)}
+    lines = [json.dumps(row, ensure_ascii=False) for row in rows if len(row) == num_columns]
+    if len(lines) < len(rows):
+        say(f"left out {len(rows) - len(lines)} tuples: most have another number of negatives")
+    return {"train.jsonl": lines}
 
 
-def _write_trec(source: Path, folder: Path) -> Summary:
-    """Write the rankings of a folder as runs, and its judgements as qrels.txt.
-
-    Args:
-        source: Folder with RANKINGS, JUDGEMENTS or both.
-        folder: Folder to write to.
+def _trec_lines(source: Path) -> LinesByFile:
+    """Return the rankings of a folder as runs, and its judgements as qrels.txt.
 
     Raises:
         SkilltrainError: The folder has neither table, or an id has white space.
     """
-    lines_by_file: dict[str, list[str]] = {}
+    lines_by_file: LinesByFile = {}
     if table_path(source, RANKINGS).is_file():
         for row in read_table(source, RANKINGS).to_pylist():
             # A name such as `encoder runs/encoder` becomes `encoder_runs_encoder`.
@@ -150,8 +155,7 @@ def _write_trec(source: Path, folder: Path) -> Summary:
             if len(line.split()) != num_columns:
                 problem = f"an id has white space, which a TREC file cannot hold: {line}"
                 raise SkilltrainError("invalid-value", problem, where=source, fix="rename the id")
-        write_text(folder / name, "\n".join([*lines, ""]))
-    return {f"num_{name}": len(lines) for name, lines in lines_by_file.items()}
+    return lines_by_file
 
 
 def _qrels(source: Path) -> Iterator[tuple[str, str, int]]:
@@ -161,32 +165,30 @@ def _qrels(source: Path) -> Iterator[tuple[str, str, int]]:
             yield query_id, skill_id, _SCORES[verdict]
 
 
-def _write_beir(source: Path, skills: Iterable[Skill], folder: Path) -> Summary:
-    """Write a BEIR folder: corpus.jsonl, queries.jsonl, and qrels with a file for each split.
+def _beir_lines(source: Path, skills: Iterable[Skill]) -> LinesByFile:
+    """Return a BEIR folder: corpus.jsonl, queries.jsonl, and qrels with a file for each split.
 
     Args:
         source: Folder with QUERIES and JUDGEMENTS.
         skills: Skills of the pool. A description is the first line of its document's text.
-        folder: Folder to write to.
 
     Raises:
         KeyError: A judgement has an unknown query.
     """
-    documents: list[dict[str, str]] = []
+    lines_by_file: LinesByFile = {"corpus.jsonl": [], "queries.jsonl": []}
     for skill in skills:
         text = f"{skill.description}\n{skill.body}".strip()
-        documents.append({"_id": skill.skill_id, "title": skill.name, "text": text})
-    queries = read_queries(source)
-    write_jsonl(folder / "corpus.jsonl", documents)
-    rows = [{"_id": query.query_id, "text": query.text} for query in queries]
-    write_jsonl(folder / "queries.jsonl", rows)
-    splits = {query.query_id: query.split for query in queries}
-    lines_by_split = {split: ["query-id\tcorpus-id\tscore"] for split in splits.values()}
+        document = {"_id": skill.skill_id, "title": skill.name, "text": text}
+        lines_by_file["corpus.jsonl"].append(json.dumps(document, ensure_ascii=False))
+    qrels_files: dict[str, str] = {}  # by query id
+    for query in read_queries(source):
+        row = {"_id": query.query_id, "text": query.text}
+        lines_by_file["queries.jsonl"].append(json.dumps(row, ensure_ascii=False))
+        qrels_files[query.query_id] = f"qrels/{query.split}.tsv"
     for query_id, skill_id, score in _qrels(source):
-        lines_by_split[splits[query_id]].append(f"{query_id}\t{skill_id}\t{score}")
-    for split, lines in lines_by_split.items():
-        write_text(folder / "qrels" / f"{split}.tsv", "\n".join([*lines, ""]))
-    return {"num_skills": len(documents), "num_queries": len(rows)}
+        lines = lines_by_file.setdefault(qrels_files[query_id], ["query-id\tcorpus-id\tscore"])
+        lines.append(f"{query_id}\t{skill_id}\t{score}")
+    return lines_by_file
 
 
 def _write_lists(verdicts_by_query: Mapping[str, dict[str, Verdict]], folder: Path) -> Summary:
