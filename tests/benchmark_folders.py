@@ -5,6 +5,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from skilltrain.records import Judgement, Query, Rankings, Skill
 from skilltrain.retrieval.rankings import rankings_table
 from skilltrain.tables import JUDGEMENTS, QUERIES, RANKINGS, SKILLS, write_table
@@ -31,6 +34,12 @@ def write(folder: Path, files: Files) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(content, encoding="utf-8")
     return folder
+
+
+def write_parquet(file: Path, rows: list[dict[str, Any]]) -> None:
+    """Write rows to a parquet file, as a data set on the Hub has them."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.Table.from_pylist(rows), file)
 
 
 def write_ours(

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from benchmark_folders import Files, jsonl, skillrouter, write, write_ours
+from benchmark_folders import Files, jsonl, skillrouter, write, write_ours, write_parquet
 from faults import raises
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, check_pool, join_tiers
@@ -159,7 +159,7 @@ def test_beir_scores_are_gains(beir: Path):
 
     first, second = benchmark.tasks
     assert first.query == Query("q1", "one", "multi", "bench", "test")
-    assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0})
+    assert first.relevance == Relevance(frozenset({"d1", "d2"}), {"d1": 2.0, "d2": 1.0, "d3": 0.0})
     assert second.labels["kind"] == "single"
     assert benchmark.unscored == {"q3"}
 
@@ -189,7 +189,8 @@ def test_beir_qrels_may_come_from_windows(beir: Path):
 
     tasks = load_benchmark(beir).tasks
 
-    assert [task.relevance for task in tasks] == [gold("d1"), gold("d3")]
+    judged = Relevance(frozenset({"d1"}), {"d1": 1.0, "d2": 0.0})
+    assert [task.relevance for task in tasks] == [judged, gold("d3")]
 
 
 def test_beir_metadata_are_labels(beir: Path):
@@ -220,6 +221,96 @@ def test_mteb_qrels_are_json_lines(beir: Path):
     write(beir, {"qrels/test.jsonl": "\n".join(lines)})
 
     assert load_benchmark(beir).tasks == expected
+
+
+@pytest.mark.parametrize(
+    "qrels",
+    [
+        "q1\td1\t2\nq1\td2\t1\nq1\td3\t0\nq2\td3\t1\n",  # BEIR without a header
+        "q1 0 d1 2\nq1  0  d2  1\nq1 0 d3 0\n\nq2 0 d3 1\n",  # TREC
+    ],
+)
+def test_qrels_need_no_header(beir: Path, qrels: str):
+    expected = load_benchmark(beir).tasks
+
+    write(beir, {"qrels/test.tsv": qrels})
+
+    assert load_benchmark(beir).tasks == expected
+
+
+def test_mteb_parquet_folder_equals_beir(beir: Path, tmp_path: Path):
+    expected = load_benchmark(beir)
+    folder = tmp_path / "mteb" / "bench"
+    rows = [row | {"id": row["_id"]} for row in BEIR["corpus.jsonl"]]
+    write_parquet(folder / "corpus" / "corpus-00000-of-00001.parquet", rows)
+    queries = [{"_id": row["_id"], "text": row["text"]} for row in BEIR["queries.jsonl"]]
+    write_parquet(folder / "queries" / "queries-00000-of-00001.parquet", queries)
+    qrels = [("q1", "d1", 2.0), ("q1", "d2", 1.0), ("q1", "d3", 0.0), ("q2", "d3", 1.0)]
+    columns = ("query-id", "corpus-id", "score")
+    judgements = [dict(zip(columns, values, strict=True)) for values in qrels]
+    write_parquet(folder / "data" / "test-00000-of-00001.parquet", judgements)
+
+    benchmark = load_benchmark(folder)
+
+    assert benchmark == expected
+
+
+def test_mteb_ids_may_be_numbers(tmp_path: Path):
+    files: Files = {
+        "queries.jsonl": [{"_id": 1, "text": "one"}],
+        "corpus.jsonl": [{"_id": 7, "title": None, "text": "body"}],
+        "qrels/test.jsonl": [{"query-id": 1, "corpus-id": 7, "score": 1}],
+    }
+
+    benchmark = load_benchmark(write(tmp_path / "bench", files))
+
+    assert ids(benchmark) == ["1"]
+    assert benchmark.tasks[0].relevance == gold("7")
+
+
+def test_mteb_split_has_its_files(beir: Path):
+    (beir / "corpus.jsonl").unlink()
+    for split, number in (("test", 1), ("train", 2)):
+        row = {"_id": "d1", "title": "", "text": f"body {number}"}
+        write_parquet(beir / "corpus" / f"{split}-00000-of-00001.parquet", [row])
+
+    benchmark = load_benchmark(beir, "test")
+
+    assert [skill.body for skill in benchmark.pool] == ["body 1"]
+
+
+@pytest.fixture
+def toolret(tmp_path: Path) -> Path:
+    """Return a folder with a query set for each of the three categories of tools."""
+    sets = {"code": "toolink", "customized": "gta", "web": "apibank"}
+    for number, (category, query_set) in enumerate(sets.items()):
+        labels = [
+            {"id": f"tool_{number}", "doc": {}, "relevance": 1},
+            {"id": "tool_9", "doc": {}, "relevance": 0},
+        ]
+        row = {"id": f"{query_set}_1", "query": "do it", "labels": json.dumps(labels)}
+        write_parquet(tmp_path / "ToolRet-Queries" / query_set / "queries-0.parquet", [row])
+        tools = [{"id": f"tool_{n}", "documentation": f"text {n}"} for n in (number, 9)]
+        write_parquet(tmp_path / "ToolRet-Tools" / category / "tools-0.parquet", tools)
+    return tmp_path
+
+
+def test_toolret_category_is_tier(toolret: Path):
+    code, customized, web = load_benchmark(toolret).tiers
+
+    assert (ids(code), pool_ids(code)) == (["toolink_1@code"], ["tool_0", "tool_9"])
+    assert (ids(customized), pool_ids(customized)) == (["gta_1@customized"], ["tool_1", "tool_9"])
+    assert ids(web) == ["apibank_1@web"]
+    assert web.tasks[0].relevance == gold("tool_2")
+    assert web.tasks[0].labels["origin"] == "apibank"
+    assert web.pool[0].body == "text 2"
+
+
+def test_toolret_without_category_is_refused(toolret: Path):
+    (toolret / "ToolRet-Queries" / "gta").rename(toolret / "elsewhere")
+
+    with raises("empty-benchmark"):
+        load_benchmark(toolret)
 
 
 def test_beir_without_qrels_names_folder(beir: Path):
@@ -504,7 +595,7 @@ def qrels(rows: str) -> Files:
     [
         (qrels("q9\td1\t1\n"), r"test\.tsv, line 2: query 'q9' is not among the queries"),
         (qrels("q1\td1\tgood\n"), r"test\.tsv, line 2: score: "),
-        (qrels("q1\td1\tnan\n"), r"test\.tsv: query 'q1': the gain of skill 'd1' is nan"),
+        (qrels("q1\td1\tnan\n"), r"test\.tsv, line 2: score: Input should be a finite number"),
         (
             qrels("q1\td1\t1\nq1\td1\t1\n"),
             r"test\.tsv, line 3: query 'q1' and skill 'd1' appear together twice",
@@ -516,14 +607,19 @@ def qrels(rows: str) -> Files:
             r"query 'q1' has two splits \(give the split",
         ),
         (
-            BEIR | {"qrels/test.tsv": "q2\td1\t1\nq2\td2\t1\n"},
-            r"test\.tsv, line 2: query_id: Field required",
+            BEIR | {"qrels/test.tsv": "q2\td1\n"},
+            r"test\.tsv, line 1: has 2 columns \(its columns are query_id skill_id",
         ),
+        (
+            BEIR | {"qrels/test.tsv": f"{QRELS}q1\td1\t1\nq2\td1\t1\t1\t1\n"},
+            r"test\.tsv, line 3: has 5 columns \(",
+        ),
+        (BEIR | {"qrels/test.tsv": "q1\td1\tgood\n"}, r"test\.tsv, line 1: score: "),
         (
             BEIR | {"queries.jsonl": '{"_id": "q2", "te'},
             r"queries\.jsonl, line 1: is not JSON Lines",
         ),
-        (BEIR | {"queries.jsonl": [{"_id": 7, "text": "a"}]}, r"queries\.jsonl, line 1: _id: "),
+        (BEIR | {"queries.jsonl": [{"_id": 7.5, "text": "a"}]}, r"queries\.jsonl, line 1: _id: "),
         (
             R3 | {"test.jsonl": [{"query": "a", "skill_ids": []}]},
             r"line 1: query 'test-1': no skill is gold",

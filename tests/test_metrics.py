@@ -8,7 +8,7 @@ import ir_measures
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from ir_measures import RR, P, R, Success, nDCG
+from ir_measures import AP, RR, P, R, Success, nDCG
 
 from faults import raises
 from skilltrain.errors import SkilltrainError
@@ -80,6 +80,8 @@ CUT = [name for name in BUILT_IN["measure"] if name != "Set-Compat"]  # the meas
         ("Precision@10", "abc", 3 / 10),
         ("MRR@2", "xya", 0.0),
         ("MRR@3", "xya", 1 / 3),
+        ("MAP", "xabyc", (1 / 2 + 2 / 3 + 3 / 5) / 3),
+        ("MAP@3", "xabyc", (1 / 2 + 2 / 3) / 3),
         ("Hit@1", "xa", 0.0),
         ("Hit@2", "xa", 1.0),
         ("Set-Compat", "cabx", 1.0),
@@ -132,6 +134,7 @@ IR_MEASURES = {
     "nDCG": nDCG,
     "Recall": R(rel=3),
     "Precision": P(rel=3),
+    "MAP": AP(rel=3),
 }
 
 
@@ -159,6 +162,8 @@ def expected_values(ranking: list[str], gains: dict[str, int], cutoff: int) -> d
         f"{name}@{cutoff}": reference(measure, cutoff, gains, run)
         for name, measure in IR_MEASURES.items()
     }
+    all_places = len(ranking) + 1
+    values["MAP"] = reference(IR_MEASURES["MAP"], all_places, gains, run)
     values[f"nDCG-exp@{cutoff}"] = reference(nDCG, cutoff, exponential, run)
     values[f"nDCG-bin@{cutoff}"] = reference(nDCG, cutoff, binary, run)
     values[f"COMP@{cutoff}"] = len(gold & top) / min(len(gold), cutoff)
@@ -187,7 +192,8 @@ RANKED = st.lists(st.sampled_from(IDS), unique=True)
 def test_measures_equal_reference(ranking, gains, cutoff):
     gains = gains | {"s0": 3}
     gold = frozenset(skill_id for skill_id, gain in gains.items() if gain == 3)
-    measures = [*(Measure(name, cutoff) for name in CUT), Measure("Set-Compat", 0)]
+    measures = [Measure(name, cutoff) for name in CUT]
+    measures += [Measure("MAP", 0), Measure("Set-Compat", 0)]
 
     values = evaluate_query(ranking, Relevance(gold, gains), measures)
 

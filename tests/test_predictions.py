@@ -61,6 +61,39 @@ def test_predictions_are_scored_by_section(benchmark):
     assert scores["all"]["Set-Compat"]["n"] == 1
 
 
+def test_trec_run_scores_like_json(benchmark):
+    run = benchmark.parent / "run.txt"
+    # The scores give the order. Equal scores keep the order of the lines.
+    run.write_text(
+        "t1 Q0 gt/a 1 2.5 mine\nt1\tQ0\tcopy/a\t2\t4.0\tmine\n\n"
+        "t2 Q0 gt/c 3 0.5 mine\nt2 Q0 gt/b 9 1 mine\nt2 Q0 x 2 1 mine\n"
+    )
+
+    outcome = skilltrain("evaluate", "--benchmark", benchmark, "--predictions", run)
+
+    assert json.loads(outcome.out) == json.loads(evaluate(benchmark, PREDICTIONS).out)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("t1 Q0 gt/a 1 2.5\n", "run.txt, line 1: has 5 columns (its columns are query_id Q0"),
+        ("\nt1 Q0 gt/a 1 high x\n", "run.txt, line 2: score: Input should be a valid number"),
+        ("t9 Q0 gt/a 1 2.5 x\n", "1 of 1 predicted queries are not in the benchmark"),
+        ("t1 Q0 gt/a 1 2 x\nt1 Q0 gt/a 2 1 x\n", "query t1: skill 'gt/a' appears twice"),
+        ("", "run.txt: predictions are an object"),
+        ('{"t1": ["gt/a"]}', "has 2 columns (its columns are query_id Q0"),
+    ],
+)
+def test_broken_trec_run_is_refused(benchmark, text: str, message: str):
+    run = benchmark.parent / "run.txt"
+    run.write_text(text)
+
+    outcome = skilltrain("evaluate", "--benchmark", benchmark, "--predictions", run)
+
+    assert message in outcome.error_line
+
+
 def test_json_file_has_scores_per_query(benchmark, tmp_path):
     out = tmp_path / "new" / "scores.json"
 
@@ -105,7 +138,7 @@ def test_dry_run_writes_no_file(benchmark, tmp_path):
         ({"t3": ["gt/d"]}, "all its predictions are for queries that are not scored here"),
         ({"t1": ["gt/a", "x", "gt/a"]}, "query t1: skill 'gt/a' appears twice"),
         ({"t1": "gt/a"}, "query t1: a prediction is a list of skill ids"),
-        ({}, "predictions are an object {query_id: [skill_id, …]}, with a query at least"),
+        ({}, "predictions are an object {query_id: [skill_id, …]}, or a TREC run"),
         ([["t1", ["gt/a"]]], "predictions are an object"),
         ('{"t1": ["gt/a"', "is not JSON"),
     ],

@@ -238,7 +238,7 @@ def test_parquet_gives_the_same_queries(tmp_path):
     [
         ("train.json", "[]", "unknown-format"),
         ("train.parquet", "x", "not-parquet"),
-        ("train.csv", "x", "unknown-format"),
+        ("train.txt", "x", "unknown-format"),
         ("train.jsonl", '{"query": "x", "skill_ids": "a"}\n{oops', "not-json"),
         ("a.jsonl", '{"query": "x", "skill_ids": "a"}', "choose-split"),
         ("train.jsonl", None, "special-file"),

@@ -369,7 +369,7 @@ def test_broken_shard_drops_only_its_own_rows(shards: Path, tmp_path, capsys):
         ("text.parquet", "hello", "not-parquet"),
         ("plain.jsonl.gz", "{}", "unreadable-file"),
         ("tasks.jsonl", [{"task_id": "t", "instruction": "i"}], "nothing-left"),
-        ("wrong.parquet", [{"skill_id": "a", "text": "b"}], "missing-column"),
+        ("wrong.parquet", [{"skill_id": "a", "words": "b"}], "missing-column"),
         ("empty/x/y", "", "no-skill-file"),
         ("e/SKILL.md", "---\nname: e\n---\n", "nothing-left"),
         ("bad/one.parquet", "hello", "nothing-left"),

@@ -11,10 +11,12 @@ from skilltrain.version import __version__
 
 if TYPE_CHECKING:
     from skilltrain.api import build_lists, evaluate, export_model, fit, route, run, train
+    from skilltrain.data.export_data import export_data
     from skilltrain.data.pool.read import read_pool
     from skilltrain.errors import SkilltrainError
     from skilltrain.records import Query, Skill
     from skilltrain.serving.router import Router
+    from skilltrain.tables import read_table, write_table
 
 __all__ = [
     "Query",
@@ -24,12 +26,15 @@ __all__ = [
     "__version__",
     "build_lists",
     "evaluate",
+    "export_data",
     "export_model",
     "fit",
     "read_pool",
+    "read_table",
     "route",
     "run",
     "train",
+    "write_table",
 ]
 # Modules of the names that are not in `skilltrain.api`.
 _MODULES = {
@@ -37,7 +42,10 @@ _MODULES = {
     "Router": "serving.router",
     "Skill": "records",
     "SkilltrainError": "errors",
+    "export_data": "data.export_data",
     "read_pool": "data.pool.read",
+    "read_table": "tables",
+    "write_table": "tables",
 }
 
 

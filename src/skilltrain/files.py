@@ -1,4 +1,4 @@
-"""Write files and folders completely or not at all, and read JSON with clear errors."""
+"""Write files and folders completely or not at all, and read JSON and tables with clear errors."""
 
 import errno
 import gzip
@@ -287,6 +287,43 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         raise SkilltrainError(
             "not-json", f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
         ) from error
+
+
+def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Read the rows of a .jsonl, .jsonl.gz, .parquet or .csv file as dicts.
+
+    Yields:
+        Pairs of a position for error messages, such as `PATH, line 3`, and a row.
+
+    Raises:
+        SkilltrainError: The file is missing, is of another kind, or cannot be read.
+    """
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    check_regular(path)
+    kind = path.suffix.lower()
+    if kind in (".jsonl", ".gz"):
+        yield from read_jsonl(path)
+        return
+    try:
+        if kind == ".parquet":
+            table = parquet.read_table(path)
+        elif kind == ".csv":
+            options = csv.ParseOptions(newlines_in_values=True)
+            table = csv.read_csv(path, parse_options=options)
+        else:
+            problem = "cannot tell what this file is"
+            fix = "give a .jsonl, .jsonl.gz, .parquet or .csv file"
+            raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
+    except (pa.ArrowException, OSError) as error:
+        problem = f"cannot be read as {kind[1:]}: {reason_of(error)}"
+        code = "unreadable-file"
+        if kind == ".parquet":
+            code = "not-parquet"
+        raise SkilltrainError(code, problem, where=path) from error
+    for number, row in enumerate(table.to_pylist(), 1):
+        yield f"{path}, row {number}", row
 
 
 def numbered_lines(path: Path) -> Iterator[tuple[int, bytes]]:

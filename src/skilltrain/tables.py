@@ -4,9 +4,10 @@ Rows that do not fit a table are errors. Without the checks here, pyarrow would 
 drop values.
 """
 
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import zip_longest
+from math import isnan
 from pathlib import Path
 from typing import Any, get_type_hints
 
@@ -143,6 +144,25 @@ FLAGS = _spec(
     span="text",
     reason="text",
 )
+TABLES = {
+    spec.name: spec
+    for spec in (SKILLS, QUERIES, JUDGEMENTS, DROPPED, RANKINGS, LISTS, PLANS, CLUSTERS, FLAGS)
+}
+"""Declaration of each table by name."""
+
+
+def _declared(spec: TableSpec | str) -> TableSpec:
+    """Return the declaration of a table that is given by its name or its declaration.
+
+    Raises:
+        SkilltrainError: There is no table of this name.
+    """
+    if isinstance(spec, TableSpec):
+        return spec
+    if spec not in TABLES:
+        problem = f"there is no table {spec!r}; choose from {', '.join(TABLES)}"
+        raise SkilltrainError("unknown-choice", problem)
+    return TABLES[spec]
 
 
 def table_from_rows(rows: Rows, spec: TableSpec) -> pa.Table:
@@ -188,6 +208,9 @@ def _check_row_columns(rows: Iterable[Mapping[str, Any]], spec: TableSpec) -> No
 
 def _column(values: list[Any], field: pa.Field, spec: TableSpec) -> pa.Array:
     """Convert the values of a column, or raise SkilltrainError for the first row that is wrong."""
+    # pandas has NaN for a missing value. Only in a column of floats, NaN is a value.
+    if not pa.types.is_floating(field.type):
+        values = [None if isinstance(value, float) and isnan(value) else value for value in values]
     try:
         return _array(values, field.type)
     except _CONVERSION_ERRORS:
@@ -218,8 +241,50 @@ def _would_change(value: Any, arrow_type: pa.DataType) -> bool:
     return pa.types.is_integer(arrow_type) and isinstance(value, float)
 
 
+def _with_declared_types(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
+    """Return a table with the declared order and types of columns.
+
+    For example, pandas writes large_string for string, int64 for int32, and allows nulls.
+
+    Args:
+        table: The table.
+        spec: Declaration of the table.
+        where: Path of the table, for the error.
+
+    Raises:
+        SkilltrainError: A column is missing or unknown, or is of another kind, or a number is too
+            large.
+    """
+    wrong_names = {*table.column_names} ^ {*spec.schema.names}
+    if wrong_names:
+        name = min(wrong_names)
+        problem = f"is not a {spec.name} table: the column '{name}' is missing or unknown"
+        fix = f"its columns are {', '.join(spec.schema.names)}"
+        raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
+
+    columns: list[pa.ChunkedArray] = []
+    for field in spec.schema:
+        column = table.column(field.name)
+        # A column of pandas has the type null if no row has a value.
+        if _kind_of(column.type) not in (_kind_of(field.type), "null", "list<null>"):
+            problem = f"column '{field.name}' has the type {column.type} instead of {field.type}"
+            raise SkilltrainError("wrong-columns", problem, where=where)
+        try:
+            columns.append(column.cast(field.type))
+        except pa.ArrowException as error:
+            problem = f"a value does not fit column '{field.name}': {error}"
+            raise SkilltrainError("invalid-value", problem, where=where) from error
+    return pa.table(columns, schema=spec.schema)
+
+
+def _kind_of(arrow_type: pa.DataType) -> str:
+    """Return the name of a type without its size: `list<string>` for a list of large_string."""
+    name = re.sub(r"large_|[0-9]+|\w+: | not null", "", str(arrow_type))
+    return name.replace("double", "float")
+
+
 def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """Check the columns, the nulls and the keys of a table, and return the table.
+    """Check the nulls and the keys of a table, and return the table.
 
     Args:
         table: The table.
@@ -227,22 +292,14 @@ def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
         where: Path or name of the table, for errors.
 
     Raises:
-        SkilltrainError: A column differs, a value is null that may not be, or a key is repeated.
+        SkilltrainError: A value is null that may not be, or a key is repeated.
     """
-    # `field` is None if the table lacks a column, and `expected` is None if it has one too many.
-    # Arrow cannot compare a field with None.
-    for field, expected in zip_longest(table.schema, spec.schema):
-        if field is None or expected is None or field != expected:
-            names = f"{_describe_field(field)} in the place of {_describe_field(expected)}"
-            problem = f"is not a {spec.name} table: it has {names}"
-            fix = f"write it with skilltrain.tables.write_table(rows, {spec.name.upper()}, FOLDER)"
-            raise SkilltrainError("wrong-columns", problem, where=where, fix=fix)
-
     # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):
         problem = f"column '{field.name}' of table {spec.name} holds a null"
         if column.null_count and not field.nullable:
-            raise SkilltrainError("invalid-value", problem, where=where)
+            fix = "leave out the row, or fill the value"
+            raise SkilltrainError("invalid-value", problem, where=where, fix=fix)
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
             raise SkilltrainError("invalid-value", f"a list in {problem}", where=where)
     _check_keys(table, spec, where)
@@ -266,11 +323,6 @@ def _check_keys(table: pa.Table, spec: TableSpec, where: object) -> None:
         )
 
 
-def _describe_field(field: pa.Field | None) -> str:
-    """Return the name and the type of a column, or `nothing` for a missing column."""
-    return "nothing" if field is None else f"'{pa.schema([field])}'"
-
-
 def table_path(path: Path | str, spec: TableSpec) -> Path:
     """Return the file of a table: `path` itself, or the table's file in the folder `path`.
 
@@ -281,11 +333,25 @@ def table_path(path: Path | str, spec: TableSpec) -> Path:
     return path / f"{spec.name}.parquet" if is_folder else path
 
 
-def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path | str) -> Path:
-    """Write a checked parquet table atomically and return the path of its file."""
+def write_table(rows: pa.Table | Rows, spec: TableSpec | str, path: Path | str) -> Path:
+    """Write a checked parquet table, and return the path of its file.
+
+    Args:
+        rows: A pyarrow Table, a DataFrame, a `datasets.Dataset`, or dicts or records.
+        spec: The table, or its name such as `lists`.
+        path: Folder of the table, or its file.
+
+    Raises:
+        SkilltrainError: There is no such table, or a row does not fit the table.
+
+    Examples:
+        >>> row = {"query_id": "q1", "skill_id": "a", "rank": 1, "score": 2.5, "stage": "mine"}
+        >>> write_table([row], "rankings", "runs/mine")
+        PosixPath('runs/mine/rankings.parquet')
+    """
+    spec = _declared(spec)
     if isinstance(rows, pa.Table):
-        # The cast restores the names of list items, which parquet changes.
-        table = _check_table(rows, spec, path).cast(spec.schema)
+        table = _check_table(_with_declared_types(rows, spec, path), spec, path)
     else:
         table = table_from_rows(rows, spec)
     file = table_path(path, spec)
@@ -294,12 +360,20 @@ def write_table(rows: pa.Table | Rows, spec: TableSpec, path: Path | str) -> Pat
     return file
 
 
-def read_table(path: Path | str, spec: TableSpec) -> pa.Table:
+def read_table(path: Path | str, spec: TableSpec | str) -> pa.Table:
     """Read and check a table. Columns that are missing and may be null are added.
 
+    Args:
+        path: Folder of the table, or its file.
+        spec: The table, or its name such as `lists`.
+
     Raises:
-        SkilltrainError: The file is missing or is not this table.
+        SkilltrainError: There is no such table, or the file is missing or is not this table.
+
+    Examples:
+        >>> read_table("runs/lists", "lists").to_pandas()
     """
+    spec = _declared(spec)
     file = table_path(path, spec)
     try:
         table = pq.read_table(file)
@@ -312,7 +386,8 @@ def read_table(path: Path | str, spec: TableSpec) -> pa.Table:
     for field in spec.schema:
         if field.nullable and field.name not in table.column_names:
             table = table.append_column(field, pa.nulls(table.num_rows, field.type))
-    return _check_table(table.replace_schema_metadata(None), spec, file)
+    table = _with_declared_types(table.replace_schema_metadata(None), spec, file)
+    return _check_table(table, spec, file)
 
 
 def read_lists(path: Path) -> list[dict[str, Any]]:

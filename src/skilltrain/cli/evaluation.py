@@ -38,7 +38,8 @@ def evaluate(
         str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")
     ] = None,
     predictions: Annotated[
-        list[Path] | None, typer.Option(help="file to score: JSON {query_id: \\[skill_id, …]}")
+        list[Path] | None,
+        typer.Option(help="file to score: .json {query_id: \\[skill_id, …]}, or a TREC run"),
     ] = None,
     scores: Annotated[
         Path | None,

@@ -28,6 +28,7 @@ from skilltrain.cli.app import (
     show,
 )
 from skilltrain.config import load_recipe
+from skilltrain.data import DataForm
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.plugins import load_plugin, plugin_paths
 from skilltrain.stage import (
@@ -216,6 +217,41 @@ def inspect_lists(
     text = ", ".join(findings) if findings else "nothing"
     line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: {text}"
     conclude(summary, [line], as_json)
+
+
+@app.command("export-data", rich_help_panel="Data")
+def export_training_data(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            help="folder of lists, queries or rankings; with --to lists a .jsonl, .csv or .parquet "
+            "file of texts"
+        ),
+    ],
+    to: Annotated[
+        DataForm,
+        typer.Option(
+            help="pairs, triplets, tuples (one positive and all negatives): sentence-transformers; "
+            "trec: runs and qrels; beir: a BEIR folder; lists: texts as lists for training"
+        ),
+    ],
+    out: Annotated[Path, typer.Option(help="folder to write")],
+    pool: Annotated[
+        Path | None, typer.Option(help="SKILLS table; default: the one in the source")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write training data in the form of another tool, or read such data as lists.
+
+    Example: skilltrain export-data runs/lists --to triplets --pool runs/pool --out runs/triplets
+
+    Example: skilltrain export-data triplets.csv --to lists --out runs/lists
+    """
+    from skilltrain.data.export_data import export_data
+
+    summary = quietly(export_data, source, to, out, pool)
+    counts = ", ".join(f"{name} {count:,}" for name, count in summary.items())
+    conclude({"out": str(out), **summary}, [f"{out}: {counts}"], as_json)
 
 
 @app.command("show", rich_help_panel="Data")

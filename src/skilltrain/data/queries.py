@@ -22,8 +22,6 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 from pydantic import (
     AfterValidator,
     AliasChoices,
@@ -38,10 +36,12 @@ from pydantic import (
 from skilltrain.config import Config, InputPath, InputPaths, validate
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
+from skilltrain.data.read_formats import beir_query_rows
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.trigger_evals import UNSERVED_FILE, query_rows, unserved_rows
-from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import check_regular, read_jsonl, write_jsonl
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import read_records, write_jsonl
+from skilltrain.metrics.benchmarks.qrels import beir_files
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
@@ -71,7 +71,8 @@ class Queries(Stage):
         min_length=1,
         description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has "
         "query or text, and skill_ids or required; optional useful, rejected, irrelevant, "
-        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json",
+        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json; or "
+        "folders of BEIR and MTEB",
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
@@ -109,6 +110,9 @@ class Queries(Stage):
                 # `glob` takes no absolute pattern. The anchor is "/", or "" for a relative path.
                 pattern = str(file.relative_to(file.anchor))
                 matches = sorted(Path(file.anchor).glob(pattern))
+            # The judgements of a BEIR file are in the folder `qrels` beside the file.
+            elif file.name == "queries.jsonl" and (file.parent / "qrels").is_dir():
+                matches = [file.parent]
             # A pattern without matches stays, and fails when it is read.
             if not matches:
                 matches = [file]
@@ -432,7 +436,8 @@ def _validate_row(values: dict[str, Any], where: str) -> QueryRow:
     if VERDICT_KEYS.keys().isdisjoint(values):
         keys = ", ".join(map(str, list(values)[:8]))
         problem = f"is no query: no key skill_ids or required among {keys}"
-        raise SkilltrainError("invalid-row", problem, where=where)
+        fix = "put the judgements of BEIR in a folder qrels beside it" if "_id" in values else ""
+        raise SkilltrainError("invalid-row", problem, where=where, fix=fix)
     query_id = values.get("query_id")
     return validate(QueryRow, values, f"{where}, query {query_id}" if query_id else where)
 
@@ -456,7 +461,8 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
             are read.
         out: Folder to write to.
     """
-    rows = unserved_rows([file for file in files if file.is_dir()])
+    folders = [file for file in files if file.is_dir() and not beir_files(file, "queries")]
+    rows = unserved_rows(folders)
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
     return len(rows)
@@ -479,23 +485,9 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         SkilltrainError: The file cannot be read.
     """
-    # A folder of skills holds queries in its files evals/trigger-eval.json.
-    if path.is_dir():
+    if not path.is_dir():
+        yield from read_records(path)
+    elif beir_files(path, "queries"):
+        yield from beir_query_rows(path)
+    else:  # a folder of skills, with queries in its files evals/trigger-eval.json
         yield from query_rows(path)
-        return
-    check_regular(path)
-    kind = path.suffix.lower()
-    if kind in (".jsonl", ".gz"):
-        yield from read_jsonl(path)
-    elif kind == ".parquet":
-        try:
-            rows = pq.read_table(path).to_pylist()
-        except (pa.ArrowException, OSError) as error:
-            problem = f"cannot be read as parquet: {reason_of(error)}"
-            raise SkilltrainError("not-parquet", problem, where=path) from error
-        for number, row in enumerate(rows, 1):
-            yield f"{path}, row {number}", row
-    else:
-        problem = "cannot tell what this file is"
-        fix = "give a .jsonl, .jsonl.gz or .parquet file"
-        raise SkilltrainError("unknown-format", problem, where=path, fix=fix)

@@ -34,6 +34,7 @@ from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
+from skilltrain.metrics.benchmarks.trec import read_run
 from skilltrain.metrics.bootstrap import SEED, Interval
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
@@ -83,7 +84,8 @@ class Evaluate(Stage):
         description="names of the systems to run; p-values are corrected as if all had run",
     )
     predictions: InputPaths = Field(
-        default=(), description="JSON files {query_id: [skill_id, …]} to score"
+        default=(),
+        description="files to score: .json with {query_id: [skill_id, …]}, others are TREC runs",
     )
     clusters: InputPath | None = Field(
         default=None,
@@ -384,13 +386,14 @@ def _read_prediction_file(file: Path, benchmark: Benchmark, pool: Container[str]
     """Read the predictions for the tasks that are scored, and warn of missing ones.
 
     Args:
-        file: JSON file with an object {query_id: [skill_id, …]}.
+        file: JSON file with an object {query_id: [skill_id, …]}, or a TREC run.
         benchmark: Tasks.
         pool: Skill ids that may be predicted. An empty pool allows all.
     """
-    values = read_json(file)
+    is_json = file.suffix.lower() == ".json"
+    values = read_json(file) if is_json else read_run(file)
     if not isinstance(values, dict) or not values:
-        problem = "predictions are an object {query_id: [skill_id, …]}, with a query at least"
+        problem = "predictions are an object {query_id: [skill_id, …]}, or a TREC run"
         raise SkilltrainError("invalid-predictions", problem, where=file)
     for query_id, ranking in values.items():
         _check_prediction(ranking, pool, f"{file}, query {query_id}")

@@ -103,6 +103,13 @@ def has_cutoff(name: str) -> bool:
     return len(inspect.signature(_formula(name)).parameters) == 3
 
 
+@cache
+def needs_cutoff(name: str) -> bool:
+    """Return whether a measure takes a cutoff that has no default."""
+    parameters = [*inspect.signature(_formula(name)).parameters.values()]
+    return has_cutoff(name) and parameters[2].default is inspect.Parameter.empty
+
+
 def meaning_of(name: str) -> str:
     """Return the explanation of a measure: the first paragraph of its function's docstring."""
     paragraph = (inspect.getdoc(_formula(name)) or name).partition("\n\n")[0]
@@ -152,6 +159,19 @@ def recall(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
 def precision(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
     """gold skills in the top k, divided by k (also where the ranking is shorter)."""
     return _num_gold(ranking, relevance, k) / k
+
+
+def average_precision(ranking: Sequence[str], relevance: Relevance, k: int | None = None) -> float:
+    """mean over the gold skills of the precision at the rank of each, 0 for a skill below place k
+    or outside the ranking.
+    """
+    num_gold = 0
+    total = 0.0
+    for rank, skill_id in enumerate(ranking[:k], 1):
+        if skill_id in relevance.gold:
+            num_gold += 1
+            total += num_gold / rank  # the precision at this rank
+    return total / len(relevance.gold)
 
 
 def full_coverage(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
@@ -211,8 +231,8 @@ def parse_measure(text: str) -> Measure:
     measure_names = plugin_paths("measure")
     is_import_path = ":" in name  # a measure of the user, as `module:function`
     is_known = is_import_path or name in measure_names
-    # A cutoff must be given exactly if the measure takes one.
-    if is_known and has_cutoff(name) == bool(cutoff):
+    # `MAP` can be written with and without a cutoff. All others can only be written one way.
+    if is_known and (has_cutoff(name) if cutoff else not needs_cutoff(name)):
         return Measure(name, int(cutoff or 0), bool(copies))
 
     # List all measures as one writes them, such as `nDCG@k`.

@@ -377,7 +377,7 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 
 
 def _read_folder(root: Path) -> SkillsOrDropped:
-    """Read the skills of a folder: its SKILLS table, else its SKILL.md files, else its shards.
+    """Read the skills of a folder: its SKILLS table, corpus.jsonl, SKILL.md files, or shards.
 
     Shards are .jsonl, .jsonl.gz and .parquet files. A message names the files that are not read.
     """
@@ -386,6 +386,12 @@ def _read_folder(root: Path) -> SkillsOrDropped:
     is_pool = table.is_file() and (root / RUN_FILE).is_file()
     if is_pool:
         yield from _read_parquet(table)
+        return
+
+    # The other files of a BEIR folder hold queries and judgements.
+    corpus = root / "corpus.jsonl"
+    if corpus.is_file():
+        yield from _read_jsonl(corpus)
         return
 
     # `unreadable` has a row of DROPPED for each link or folder that cannot be followed. If there is

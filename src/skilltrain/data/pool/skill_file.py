@@ -40,11 +40,12 @@ MAX_DESCRIPTION_CHARS = 1_000  # of a description taken from the body
 MAX_ITEMS = 256
 MAX_LISTED_CHARS = 1_024  # of a description in the Agent Skills specification
 MAX_FILES = 500  # beside a SKILL.md; others are neither listed nor screened nor copied
-ID_COLUMNS = ("skill_id", "id")
-BODY_COLUMNS = ("body", "content", "skill_md")
+ID_COLUMNS = ("skill_id", "id", "_id")
+BODY_COLUMNS = ("body", "content", "skill_md", "text")
 COLUMNS = (
     *ID_COLUMNS,
     "name",
+    "title",
     "description",
     *BODY_COLUMNS,
     "category",
@@ -147,7 +148,7 @@ def dropped_for_users(skill_id: str) -> Dropped:
 
 
 def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | Dropped:
-    """Read a skill from a row of a table in SkillRouter's format.
+    """Read a skill from a row of a table in SkillRouter's format, or from a document of BEIR.
 
     The columns `content` and `skill_md` may hold a whole SKILL.md. The other columns of the row
     take precedence over its frontmatter. The body of a row may be empty if the row has a
@@ -163,7 +164,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     """
     values = {key: as_text(row.get(key)) for key in COLUMNS}
     name = values["name"][:MAX_HEADER_CHARS]
-    skill_id = one_line(values["skill_id"] or values["id"] or name)
+    skill_id = one_line(values["skill_id"] or values["id"] or values["_id"] or name)
     # The first body column with text in this row, or an empty name.
     body_column = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
@@ -171,6 +172,12 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     if body_column and not isinstance(row[body_column], str | bytes):
         reason = f"{where}: {body_column} is a {type(row[body_column]).__name__}, not text"
         return dropped_skill(skill_id, "not_text", reason)
+
+    # A document of BEIR or MTEB has only a title, which may be empty, and a text.
+    if body_column == "text":
+        body = values["text"].strip()
+        description = values["description"][:MAX_HEADER_CHARS].strip()
+        return Skill(skill_id, name or one_line(values["title"]), description, body, source=source)
 
     # Make a skill from the body column. Without a name, the last part of the id is the name.
     last_part_of_id = skill_id.rsplit("/", 1)[-1]

@@ -43,8 +43,8 @@ class Pool(Stage):
     stage: Literal["pool"] = "pool"
     sources: list[InputPath | str] = Field(
         min_length=1,
-        description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, "
-        "hf:NAME[:split]",
+        description="folders of SKILL.md files, .jsonl(.gz), .parquet, folders of these, folders "
+        "of BEIR, hf:NAME[:split]",
     )
     drop_duplicates: bool = Field(
         default=True, description="keep one of the skills with the same name, description and body"

@@ -3,22 +3,22 @@
 A skill with a score above 0 is gold, and the score is its gain. A score of 0 or less means not
 relevant, as in trec_eval. Queries without a row are not scored.
 
-- BEIR: corpus.jsonl (title as name, text as body), queries.jsonl and qrels/{split}.tsv with its
-  header, or qrels/{split}.jsonl as in MTEB. Without corpus.jsonl, the ids are those of the pool to
-  evaluate on.
+- BEIR and MTEB: corpus.jsonl (title as name, text as body), queries.jsonl and qrels/{split}.tsv, or
+  qrels/{split}.jsonl. The repositories of MTEB on the Hub have folders of parquet files instead:
+  corpus, queries, and qrels or data. Without a corpus, the ids are those of the pool to evaluate
+  on.
 - SkillRet's folder `data`: skills, queries and qrels, each with one file per split. Every split has
   its own pool. The published protocol is split=test.
 """
 
-import csv
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import AliasChoices, Field
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import check_regular
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
     BenchmarkReader,
@@ -30,18 +30,22 @@ from skilltrain.metrics.benchmarks.benchmark import (
 from skilltrain.metrics.benchmarks.rows import (
     Label,
     NamedRow,
-    Row,
     Text,
-    parse_row,
     read_rows,
     rows_by_id,
 )
+from skilltrain.metrics.benchmarks.trec import Id, read_qrels
 from skilltrain.metrics.measures import Relevance
 from skilltrain.records import Query, Skill
 
+# Ending of the name of a parquet file on the Hub, as in `test-00000-of-00001.parquet`.
+_SHARD = re.compile(r"-\d+-of-\d+$")
 
-class _QueryRow(NamedRow):
-    row_id: Text = Field(validation_alias=AliasChoices("_id", "id"))
+
+class QueryRow(NamedRow):
+    """A query."""
+
+    row_id: Id = Field(validation_alias=AliasChoices("_id", "id"))
     text: Text = Field(validation_alias=AliasChoices("text", "query"))
     generator_model: Label = ""
     metadata: Any = None
@@ -57,7 +61,7 @@ class _QueryRow(NamedRow):
 
 
 class _Document(NamedRow):
-    row_id: Text = Field(alias="_id")
+    row_id: Id = Field(validation_alias=AliasChoices("_id", "id"))
     title: str | None = None
     text: str
 
@@ -90,12 +94,6 @@ class _SkillRow(NamedRow):
         )
 
 
-class _Qrel(Row):
-    query_id: Text = Field(validation_alias=AliasChoices("query_id", "query-id"))
-    skill_id: Text = Field(validation_alias=AliasChoices("skill_id", "corpus-id"))
-    score: float = Field(validation_alias=AliasChoices("relevance", "score"), strict=False)
-
-
 def read_beir(folder: Path, split: str | None) -> Benchmark:
     """Read a BEIR folder: queries, documents and judgements (qrels).
 
@@ -105,18 +103,60 @@ def read_beir(folder: Path, split: str | None) -> Benchmark:
         folder: Folder with queries.jsonl, qrels/ and perhaps corpus.jsonl.
         split: Split to score; None for all.
     """
-    queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries.jsonl"))
-    corpus = folder / "corpus.jsonl"
-    documents = rows_by_id("skill", read_rows(_Document, corpus)) if corpus.exists() else {}
-    tasks: list[Task] = []
-    for file in _split_files(folder / "qrels", split):
-        rows = _tsv_rows(file) if file.suffix == ".tsv" else read_rows(_Qrel, file)
-        tasks += _tasks(file, rows, queries, name_of(folder))
+    queries = read_beir_queries(folder, split)
+    documents = rows_by_id("skill", read_rows(_Document, *beir_files(folder, "corpus", split)))
     pool = [
         Skill(row.row_id, row.title or "", description="", body=row.text)
         for row in documents.values()
     ]
+    tasks = [*beir_tasks(folder, queries, split)]
     return make_benchmark(folder, tasks, split, query_ids=queries, pool=pool)
+
+
+def read_beir_queries(folder: Path, split: str | None = None) -> dict[str, QueryRow]:
+    """Read the queries of a BEIR folder by id."""
+    return rows_by_id("query", read_rows(QueryRow, *beir_files(folder, "queries", split)))
+
+
+def beir_tasks(
+    folder: Path, queries: Mapping[str, QueryRow], split: str | None = None
+) -> Iterator[Task]:
+    """Yield the judged queries of a BEIR folder, also those without a relevant skill.
+
+    Args:
+        folder: Folder with qrels/, or with data/ as in older repositories of MTEB.
+        queries: Queries by id.
+        split: The split; None for all.
+    """
+    qrels = folder / "qrels"
+    if not qrels.exists() and (folder / "data").exists():
+        qrels = folder / "data"
+    for file in _split_files(qrels, split):
+        yield from _tasks(file, queries, name_of(folder))
+
+
+def beir_files(folder: Path, name: str, split: str | None = None) -> list[Path]:
+    """Return the files of the corpus or the queries of a BEIR folder.
+
+    Args:
+        folder: The folder.
+        name: `corpus` or `queries`.
+        split: MTEB may have a file for each split. Then only the files of this split are returned.
+    """
+    file = folder / f"{name}.jsonl"
+    if file.exists():
+        return [file]
+    files = sorted((folder / name).glob("*.parquet"))
+    files_of_split = [file for file in files if _split_of(file) == split]
+    return files_of_split or files
+
+
+def _split_of(file: Path) -> str:
+    """Return the split that the name of a file gives.
+
+    For example, `test.tsv` and `test-00000-of-00001.parquet` have the split `test`.
+    """
+    return _SHARD.sub("", file.stem)
 
 
 def read_skillret(folder: Path, split: str | None) -> Benchmark:
@@ -133,48 +173,46 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
     # Files of the same split have the same name in the three folders.
     for file in _split_files(folder / "qrels", split):
         skills = rows_by_id("skill", read_rows(_SkillRow, folder / "skills" / file.name))
-        queries = rows_by_id("query", read_rows(_QueryRow, folder / "queries" / file.name))
-        tasks += _tasks(file, read_rows(_Qrel, file), queries, "skillret")
+        queries = rows_by_id("query", read_rows(QueryRow, folder / "queries" / file.name))
+        tasks += _tasks(file, queries, "skillret")
         pool |= {skill_id: row.skill() for skill_id, row in skills.items()}
 
     # The benchmark lists the queries of other splits as unscored.
     query_files = sorted((folder / "queries").glob("*.jsonl"))
-    query_ids = [row.row_id for _, row in read_rows(_QueryRow, *query_files)]
+    query_ids = [row.row_id for _, row in read_rows(QueryRow, *query_files)]
     return make_benchmark(folder, tasks, split, query_ids=query_ids, pool=[*pool.values()])
 
 
 def _split_files(folder: Path, split: str | None) -> list[Path]:
-    """Return the file of a split in `folder`, or the files of all splits if `split` is None.
+    """Return the files with the judgements of a split. Each is of one split.
 
-    The name of a file is its split: `test.tsv` has the split `test`.
+    Args:
+        folder: Folder of the files.
+        split: The split; None for all.
 
     Raises:
         SkilltrainError: There are no files, or there is none for the split.
     """
-    paths = [file for file in sorted(folder.glob("*")) if file.suffix in (".tsv", ".jsonl")]
-    files = {file.stem: file for file in paths}
+    suffixes = (".tsv", ".txt", ".jsonl", ".parquet")
+    files = [file for file in sorted(folder.glob("*")) if file.suffix in suffixes]
     if not files:
-        problem = "holds no judgements: no .tsv or .jsonl file"
+        problem = "holds no judgements: no .tsv, .txt, .jsonl or .parquet file"
         raise SkilltrainError("missing-table", problem, where=folder)
-    if split is None:
-        return [*files.values()]
-    if split not in files:
+    files_of_split = [file for file in files if split in (None, _split_of(file))]
+    if not files_of_split:
         problem = f"holds no split '{split}'"
-        fix = f"its splits are {', '.join(files)}"
+        fix = f"its splits are {', '.join(map(_split_of, files))}"
         raise SkilltrainError("empty-split", problem, where=folder, fix=fix)
-    return [files[split]]
+    return files_of_split
 
 
-def _tasks(
-    file: Path, qrels: Iterable[tuple[str, _Qrel]], queries: Mapping[str, _QueryRow], origin: str
-) -> Iterator[Task]:
+def _tasks(file: Path, queries: Mapping[str, QueryRow], origin: str) -> Iterator[Task]:
     """Yield the tasks of one split, in the order of `queries`.
 
     A task is a query with its judgements. Queries without judgements in this split are left out.
 
     Args:
         file: File of the judgements. Its name is the split: `test.tsv` has the split `test`.
-        qrels: Judgements (query id, skill id, score), each after its file and line for errors.
         queries: Queries by id.
         origin: Name of the benchmark that the queries come from.
 
@@ -183,7 +221,7 @@ def _tasks(
     """
     # Group the judgements: score by query id, then by skill id.
     scores_by_query: dict[str, dict[str, float]] = {}
-    for where, row in qrels:
+    for where, row in read_qrels(file):
         if row.query_id not in queries:
             problem = f"query '{row.query_id}' is not among the queries"
             raise SkilltrainError("unknown-query", problem, where=where)
@@ -197,28 +235,18 @@ def _tasks(
         scores = scores_by_query.get(query_id)
         if scores is None:
             continue  # the query belongs to another split
-        # A skill is gold if its score is above 0, and its score is its gain in nDCG. The condition
-        # also keeps NaN, so that `check_relevance` reports the NaN.
-        gains = {skill_id: score for skill_id, score in scores.items() if not score <= 0}
-        query = Query(query_id, query_row.text, kind="", origin=origin, split=file.stem)
-        yield task_of(query, Relevance(frozenset(gains), gains), query_row.labels(), file)
-
-
-def _tsv_rows(file: Path) -> Iterator[tuple[str, _Qrel]]:
-    """Yield (file and line, row) for the rows below the header `query-id corpus-id score`.
-
-    Columns are separated by tabs, and quotes are ordinary characters.
-    """
-    check_regular(file)
-    with file.open(encoding="utf-8-sig", newline="") as lines:
-        reader = csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE)
-        for values in reader:
-            where = f"{file}, line {reader.line_num}"
-            yield where, parse_row(_Qrel, values, where)
+        # A skill is gold if its score is above 0, and its score is its gain in nDCG.
+        gains = {skill_id: max(score, 0.0) for skill_id, score in scores.items()}
+        gold = frozenset(skill_id for skill_id, gain in gains.items() if gain)
+        query = Query(query_id, query_row.text, kind="", origin=origin, split=_split_of(file))
+        yield task_of(query, Relevance(gold, gains), query_row.labels(), file)
 
 
 BEIR = BenchmarkReader(
     "queries.jsonl", "queries.jsonl and qrels/*.tsv or .jsonl (BEIR, MTEB)", read_beir
+)
+MTEB = BenchmarkReader(
+    "corpus", "corpus/, queries/ and qrels/ with parquet files (MTEB)", read_beir
 )
 SKILLRET = BenchmarkReader(
     "queries", "queries/, skills/ and qrels/*.jsonl (SkillRet's data)", read_skillret

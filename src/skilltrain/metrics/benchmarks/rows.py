@@ -7,7 +7,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_jsonl
+from skilltrain.files import read_records
 
 Text = Annotated[str, Field(min_length=1)]
 Label = Annotated[
@@ -48,9 +48,9 @@ def parse_row(row_class: type[RowT], values: Any, where: str) -> RowT:
 
 
 def read_rows(row_class: type[RowT], *files: Path) -> Iterator[tuple[str, RowT]]:
-    """Yield (file and line, row) of JSON Lines files."""
+    """Yield (file and line, row) of .jsonl, .jsonl.gz, .parquet and .csv files."""
     for file in files:
-        for where, values in read_jsonl(file):
+        for where, values in read_records(file):
             yield where, parse_row(row_class, values, where)
 
 
