@@ -205,6 +205,16 @@ def test_bytes_belong_to_their_field(open_reranker_of):
     assert owners[-1] == ("Ġchart", body)
 
 
+def test_labels_belong_to_no_field(open_reranker_of):
+    template = RerankerTemplate(skill=SkillTemplate(labelled=True, separator=" | "))
+    reranker = open_reranker_of("bert_reranker", template=template)
+
+    owners = fields_by_token(reranker, Skill("a", "pods", "find", "chart"))
+
+    field_of = {text: field for text, field in owners if field != "-"}
+    assert field_of == {"pods": "name", "find": "description", "chart": "body"}
+
+
 def test_missing_description_has_no_tokens(open_reranker_of):
     skill = Skill("a", "pods", "  ", "chart text")
 

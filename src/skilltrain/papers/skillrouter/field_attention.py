@@ -243,6 +243,7 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     char_in_field = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
     field_start = len(lead)
     for field, field_text in template.skill.field_texts(skill).items():
+        field_start += len(template.skill.label(field))
         field_end = field_start + len(field_text)
         char_in_field[field_start:field_end, FIELDS.index(field)] = True
         field_start = field_end + len(template.skill.separator)
