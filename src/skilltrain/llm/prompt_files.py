@@ -21,11 +21,10 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from skilltrain.errors import SkilltrainError
 
 _MAX_CHARS = 1_000_000  # of a message; more than the context of today's chat models
-# Parts of a template that cannot make a value longer.
-_ALLOWED_NODES = (
-    *(nodes.Template, nodes.Output, nodes.TemplateData, nodes.If, nodes.For),
-    *(nodes.Name, nodes.Const, nodes.Getattr, nodes.Getitem, nodes.Slice, nodes.CondExpr),
-    *(nodes.Filter, nodes.Test, nodes.Compare, nodes.Operand, nodes.And, nodes.Or, nodes.Not),
+# Parts of a template that cannot make a value longer: names of classes of jinja2.nodes.
+_ALLOWED_PARTS = frozenset(
+    "Template Output TemplateData If For Name Const Getattr Getitem Slice CondExpr Filter Test "
+    "Compare Operand And Or Not".split()
 )
 _ALLOWED_FILTERS = frozenset({"named", "trim", "lower", "upper", "length", "first", "last"})
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
@@ -57,10 +56,10 @@ def _template(text: str) -> jinja2.Template:
 
 
 def _check_parts(tree: nodes.Template) -> None:
-    """Raise TemplateSyntaxError if a template could use much memory or time."""
+    """Raise TemplateSyntaxError if a parsed template could use much memory or time."""
     for node in tree.find_all(nodes.Node):
         part = type(node).__name__
-        is_allowed = isinstance(node, _ALLOWED_NODES)
+        is_allowed = part in _ALLOWED_PARTS
         if isinstance(node, nodes.Filter):
             part = f"the filter {node.name}"
             is_allowed = node.name in _ALLOWED_FILTERS
@@ -73,10 +72,10 @@ def _check_parts(tree: nodes.Template) -> None:
 
 
 def _render(text: str, values: Mapping[str, Any]) -> str:
-    """Render a template, up to the largest length of a message."""
+    """Render a template. Raises SkilltrainError if the message gets too long."""
     parts = []
     num_chars = 0
-    # Jinja2 yields the message piece by piece, so a long one is never in memory as a whole.
+    # `generate` yields the message piece by piece, so a long message is never in memory as a whole.
     for part in _template(text).generate(values):
         num_chars += len(part)
         if num_chars > _MAX_CHARS:

@@ -128,8 +128,8 @@ class PromptExample(NamedTuple):
 class PromptFileConfig(AskConfig):
     """Settings of a chat model that gets our prompt, or the prompt of a file.
 
-    A file holds two Jinja2 templates: the system message and the user message. In these messages,
-    no lines with a mark surround untrusted texts.
+    A file holds two Jinja2 templates: the system message and the user message. Unlike in our
+    prompts, no marked lines surround the untrusted texts in these messages.
 
     Attributes:
         prompt_examples: Values with which a file is checked. Each of them must give a prompt.
@@ -143,7 +143,7 @@ class PromptFileConfig(AskConfig):
     prompt_examples: ClassVar[tuple[PromptExample, ...]]
 
     def prompt_values(self, ask: Ask) -> Mapping[str, Any]:
-        """Return the values of the placeholders for a question, cut to the limits."""
+        """Return the value of each placeholder of a file for a question, cut to the limits."""
         raise NotImplementedError
 
     def check(self) -> None:
@@ -152,7 +152,14 @@ class PromptFileConfig(AskConfig):
         self.read_prompt_file(self.prompt)
 
     def read_prompt_file(self, file: Path | None) -> Mapping[str, Any] | None:
-        """Read the templates of a prompt, and check them with each example. None: no file."""
+        """Return the templates of a file, checked with each example, or None without a file.
+
+        Args:
+            file: YAML file with the keys `system` and `user`. None: there is no file.
+
+        Raises:
+            SkilltrainError: The file cannot be read, or a template is not usable.
+        """
         if file is None:
             return None
         templates = load_recipe(file)
@@ -168,7 +175,7 @@ class PromptFileConfig(AskConfig):
         Args:
             llm: The chat model.
             asks: What to ask about.
-            prompt: Our prompt. Answers are read in its way, even with a file.
+            prompt: Our prompt. It also says how answers are read, even with a file.
             file: YAML file with the templates of the messages. None: our messages.
         """
         questions = questions_of(self, llm, prompt, asks)
