@@ -185,5 +185,6 @@ def _attention(model: str, num_layers: int) -> dict[str, Any]:
         "groups": groups,
         "overall": overall,
         "tokens": tokens,
+        "over_pairs": {"sd": tokens, "num_body_most": 400, "body_length_r": 0.25},
         "pairs": pairs,
     }

@@ -17,7 +17,12 @@ from transformers import (
 
 from faults import raises
 from skilltrain.models.reranker import Reranker, RerankerConfig, load_reranker
-from skilltrain.papers.skillrouter.field_attention import FIELDS, field_attention, token_fields
+from skilltrain.papers.skillrouter.field_attention import (
+    FIELDS,
+    field_attention,
+    pair_statistics,
+    token_fields,
+)
 from skilltrain.records import Query, Skill
 from skilltrain.templates import RerankerTemplate, SkillTemplate
 from tiny_models import bert_tokenizer
@@ -104,6 +109,30 @@ def test_shares_equal_eager_attention(opened, attention):
     assert by_layer == pytest.approx(expected.mean(0), abs=1e-5)
     assert overall == pytest.approx(expected.mean((0, 1)), abs=1e-5)
     assert by_pair == pytest.approx(expected.mean(1), abs=1e-5)
+
+
+def test_statistics_over_pairs_by_hand():
+    shares = np.array([[0.1, 0.1, 0.8], [0.5, 0.1, 0.4], [0.2, 0.2, 0.6]])
+
+    statistics = pair_statistics(shares, [300, 100, 200])
+
+    assert statistics["num_body_most"] == 2
+    assert statistics["body_length_r"] == pytest.approx(1)
+    assert statistics["sd"]["body"] == pytest.approx((0.08 / 3) ** 0.5)
+
+
+def test_equal_lengths_have_no_correlation():
+    shares = np.array([[0.1, 0.1, 0.8], [0.5, 0.1, 0.4]])
+
+    assert pair_statistics(shares, [100, 100])["body_length_r"] is None
+
+
+def test_attention_varies_over_pairs(attention):
+    bodies = [pair["overall"]["body"] for pair in attention["pairs"]]
+
+    assert attention["over_pairs"]["sd"]["body"] == pytest.approx(np.std(bodies))
+    assert 0 <= attention["over_pairs"]["num_body_most"] <= 3
+    assert -1 <= attention["over_pairs"]["body_length_r"] <= 1
 
 
 def test_shares_sum_to_1(attention):
@@ -203,6 +232,16 @@ def test_bytes_belong_to_their_field(open_reranker_of):
     # The space before the name belongs to no field.
     assert next(text for text, field in owners if field == name) == "Ġpods"
     assert owners[-1] == ("Ġchart", body)
+
+
+def test_labels_belong_to_no_field(open_reranker_of):
+    template = RerankerTemplate(skill=SkillTemplate(labelled=True, separator=" | "))
+    reranker = open_reranker_of("bert_reranker", template=template)
+
+    owners = fields_by_token(reranker, Skill("a", "pods", "find", "chart"))
+
+    field_of = {text: field for text, field in owners if field != "-"}
+    assert field_of == {"pods": "name", "find": "description", "chart": "body"}
 
 
 def test_missing_description_has_no_tokens(open_reranker_of):

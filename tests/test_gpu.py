@@ -6,6 +6,8 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+import faiss
+import numpy as np
 import pytest
 import torch
 from accelerate.state import AcceleratorState
@@ -20,6 +22,7 @@ from skilltrain.models.adapters import AdapterConfig, add_adapter
 from skilltrain.models.cpu_linear import OneDnnLinear
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
+from skilltrain.retrieval.nearest import ChunkVectors
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import Run, train
 from skilltrain.training.memory import activation_bytes
@@ -224,3 +227,20 @@ def test_out_of_memory_is_one_line(model_folders: dict[str, Path], tmp_path: Pat
 
     with raises("out-of-memory"):
         train(accelerator, step, config, Run(tmp_path, False, {}))
+
+
+@pytest.mark.skipif(not faiss.get_num_gpus(), reason="needs faiss-gpu in place of faiss-cpu")
+def test_nearest_skills_equal_those_of_the_cpu():
+    generator = np.random.default_rng(0)
+    vectors = generator.normal(size=(3000, 384)).astype(np.float32)
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    chunks = ChunkVectors.one_each(vectors)
+    with patch.object(faiss, "get_num_gpus", return_value=0):
+        expected = chunks.nearest(vectors[:200], 50)
+
+    with patch.object(faiss, "knn_gpu", wraps=faiss.knn_gpu) as search:
+        positions, scores = chunks.nearest(vectors[:200], 50)
+
+    assert search.called
+    assert (positions == expected[0]).all()
+    assert (scores == expected[1]).all()

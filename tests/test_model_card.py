@@ -72,6 +72,10 @@ CUT = SkillTemplate(description_chars=12, body_chars=20, separator=" \n| ")
             "qwen3_reranker",
             RerankerTemplate(form="yes_no", skill=SkillTemplate(fields="nd", description_chars=7)),
         ),
+        (
+            "qwen3_reranker",
+            RerankerTemplate(form="yes_no", skill=SkillTemplate(labelled=True, separator="\n")),
+        ),
     ],
 )
 def test_program_gives_our_scores(

@@ -1,5 +1,8 @@
 """Search of the nearest skills by the vectors of their chunks equals a full sort."""
 
+import inspect
+
+import faiss
 import numpy as np
 import pytest
 
@@ -119,3 +122,47 @@ def test_batch_size_changes_no_result(size):
         batch_positions, batch_scores = nearest(queries[batch], pool, 20)
         assert (batch_positions == positions[batch]).all()
         assert (batch_scores == scores[batch]).all()
+
+
+# faiss on a GPU ---------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu_searches(monkeypatch):
+    """Let faiss have one GPU, whose search the CPU does. Return the arguments of all searches."""
+    signature = inspect.signature(faiss.knn_gpu)
+    searches = []
+
+    def search(*args, **kwargs):
+        """Search as faiss.knn_gpu does. Wrong arguments raise TypeError."""
+        arguments = signature.bind(*args, **kwargs).arguments
+        searches.append(arguments)
+        names = ("xq", "xb", "k", "metric")
+        return faiss.knn(*(arguments[name] for name in names))
+
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: 1)
+    # The CPU build has no such class.
+    monkeypatch.setattr(faiss, "StandardGpuResources", object, raising=False)
+    monkeypatch.setattr(faiss, "knn_gpu", search)
+    return searches
+
+
+def test_gpu_searches_many_queries(gpu_searches):
+    chunks, queries = random_chunks(1, "max")
+
+    positions, scores = chunks.nearest(queries, 7)
+
+    assert [len(search["xq"]) for search in gpu_searches] == [70]
+    products = queries.astype(np.float64) @ chunks.vectors.T.astype(np.float64)
+    assert (positions == np.argsort(-products, axis=1, kind="stable")[:, :7]).all()
+    np.testing.assert_allclose(scores, np.take_along_axis(products, positions, 1), rtol=1e-5)
+
+
+@pytest.mark.parametrize(("num_queries", "num_skills", "k"), [(63, 300, 7), (64, 3000, 2049)])
+def test_cpu_searches_few_queries_or_many_skills(gpu_searches, num_queries, num_skills, k):
+    chunks = ChunkVectors.one_each(unit_vectors(num_skills))
+
+    positions, _ = chunks.nearest(unit_vectors(num_queries, seed=1), k)
+
+    assert gpu_searches == []
+    assert positions.shape == (num_queries, k)

@@ -164,13 +164,15 @@ def test_tiny_recipe_has_same_settings(name: str):
 )
 def test_paper_recipe_differs_in_few_settings(path: Path):
     recipe = load_recipe(path)
-    name = path.name.replace("_raw", "").replace("_appendix_c", "")
+    name = re.sub("_raw|_appendix_c|_structured", "", path.name)
     expected = load_recipe(ROOT / "recipes" / name)
 
     template = expected["model"]["template"]
     if "appendix_c" not in path.stem:
         template["instruction"] = template["instruction"].replace("a task", "a coding task")
     template["skill"]["verbatim"] = True
+    if "structured" in path.stem:
+        template["skill"] |= {"labelled": True, "separator": "\n"}
     expected["data"]["pool"] = "runs/paper/pool"
     expected["data"]["lists"] = recipe["data"]["lists"]
     expected["out"] = f"runs/paper/{path.stem}"

@@ -20,6 +20,7 @@ from skilltrain.templates import (
     QWEN3_RERANKER_SUFFIX,
     EncoderTemplate,
     RerankerTemplate,
+    SkillTemplate,
 )
 from tiny_models import as_embedding_tokenizer, qwen3_tokenizer, real_qwen3_tokenizer
 
@@ -66,7 +67,7 @@ def official_ids(tokenizer, template, query, skill, max_tokens):
         [
             f"<Instruct>: {template.instruction}",
             f"<Query>: {query[: template.query_chars]}",
-            f"<Document>: {template.render_skill(skill)}",
+            template.skill_prompt() + template.render_skill(skill),
         ]
     )
     texts = [QWEN3_RERANKER_PREFIX, body, QWEN3_RERANKER_SUFFIX]
@@ -109,6 +110,16 @@ def test_pairs_have_official_ids(tokenizer, separator, max_tokens):
             assert pair.ids == official_ids(tokenizer, pairs.template, query, skill, max_tokens)
             num_whole = len(pairs.join(query_ids, ids[:1])) + len(ids) - 1
             assert len(pair) + pair.num_cut == num_whole
+
+
+def test_structured_pair_has_official_ids(tokenizer):
+    skill = SkillTemplate(labelled=True, separator="\n")
+    template = RerankerTemplate(form="yes_no", skill=skill)
+    pairs = PairTokenizer(tokenizer, RerankerSettings(template=template))
+
+    pair = pairs.join(pairs.query_ids(TEXTS[0]), pairs.skill_ids(SKILLS[:1])[0])
+
+    assert pair.ids == official_ids(tokenizer, template, TEXTS[0], SKILLS[0], 4096)
 
 
 odd_letters = st.sampled_from(

@@ -177,8 +177,10 @@ def test_prompt_file_may_leave_bodies_out(server, tmp_path):
         ("{{ task }}", "'task' is undefined (the placeholders are query, skills)"),
         (f"{NUMBERED} {{{{ skill.text }}}}{{% endfor %}}", "no attribute 'text'"),
         ("{{ query }}", "the prompt does not use the placeholder skills"),
-        ("{{ 1 / 0 }}", "cannot be rendered: division by zero"),
-        ("{{ query + 1 }}", "cannot be rendered"),
+        ("{{ query[0].name }}", "cannot be rendered: 'str object' has no attribute 'name'"),
+        ("{{ 'a' * 1000000000 }}", "cannot be rendered: Mul is not allowed in a prompt"),
+        ("{{ query | center(1000000000) }}", "the filter center is not allowed in a prompt"),
+        (f"{NUMBERED}{NUMBERED}{{% endfor %}}{{% endfor %}}", "a loop inside a loop"),
         (f"{NUMBERED[11:]}{{% endfor %}}", "the prompt does not use the placeholder query"),
     ],
 )
@@ -190,6 +192,22 @@ def test_faulty_prompt_file_is_refused(server, tmp_path, user, fault):
         config.check()
 
     assert fault in str(error.value)
+
+
+def test_too_long_prompt_is_refused(server, tmp_path):
+    user = NUMBERED + " {{ skill.body }}" * 1000 + "{% endfor %}"
+    long_skill = skill("x", "B" * 2000)
+
+    with raises("invalid-recipe") as error:
+        rank_candidates(
+            SelectConfig,
+            server,
+            {"q": "xa"},
+            [long_skill],
+            prompt=str(prompt_file(tmp_path, user)),
+        )
+
+    assert "a message of the prompt has more than 1,000,000 characters" in str(error.value)
 
 
 def test_missing_prompt_file_is_refused(server, tmp_path):
@@ -450,6 +468,37 @@ def test_second_filter_judges_skills_one_by_one(server):
     assert [prompt_letters(request) for request in second] == ["a", "b", "c", "c"]
 
 
+def test_prompt_files_replace_both_filters(server, tmp_path):
+    letters = "{% for skill in skills %}{{ skill.name }}{% endfor %} for {{ query }}"
+    (tmp_path / "second").mkdir()
+    files = {
+        "prompt": str(prompt_file(tmp_path, f"Which of {letters}")),
+        "specificity_prompt": str(prompt_file(tmp_path / "second", f"Is {letters}")),
+    }
+    server.otherwise = lambda request: Reply("[2]" if "Which" in user_text(request) else "REJECT")
+
+    admitted, _ = rank_candidates(AdmitConfig, server, {"q": "ab"}, specificity=True, **files)
+
+    assert admitted == {"q": ""}
+    assert [user_text(request) for request in server.requests] == [
+        "Which of name-aname-b for Fill a form",
+        "Is name-b for Fill a form",
+    ]
+
+
+def test_faulty_prompt_of_second_filter_is_refused(server, tmp_path):
+    settings = {
+        "llm": chat(server),
+        "specificity_prompt": str(prompt_file(tmp_path, "{{ query }}")),
+    }
+    config = validate(AdmitConfig, settings, "test")
+
+    with raises("invalid-recipe") as error:
+        config.check()
+
+    assert "does not use the placeholder skills" in str(error.value)
+
+
 @pytest.mark.parametrize(
     ("reply", "kind"),
     [
@@ -601,6 +650,29 @@ def test_unusable_answer_falls_back_to_fewer_queries(
     assert server.script == []
     assert list(inner.texts.values()) == texts
     assert ranker.counts.items() >= counts.items()
+
+
+def test_prompt_file_writes_queries(server, tmp_path):
+    user = "{% if count == 1 %}One{% else %}Write {{ count }}{% endif %} for {{ query }}"
+    file = str(prompt_file(tmp_path, user))
+    server.otherwise = lambda request: Reply("ab" if "One" in user_text(request) else "no list")
+    ranker, inner = open_expand(server, count=2, query_chars=4, prompt=file, max_retries=0)
+
+    ranker.rank(queries_of(q="Fill a form"), None, 3)
+
+    prompts = [user_text(request) for request in server.requests]
+    assert prompts == ["Write 2 for Fill", "One for Fill", "One for Fill"]
+    assert inner.texts == {"q#1": "ab"}
+
+
+def test_prompt_file_of_queries_needs_task(server, tmp_path):
+    user = "{% if count == 1 %}{{ query }}{% endif %}"
+    ranker, _ = open_expand(server, prompt=str(prompt_file(tmp_path, user)))
+
+    with raises("invalid-recipe") as error:
+        ranker.config.check()
+
+    assert "does not use the placeholder query" in str(error.value)
 
 
 def test_temperature_rises_with_every_attempt(server):

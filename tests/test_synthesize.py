@@ -444,7 +444,7 @@ def test_prompt_file_has_fields_of_skill(tmp_path):
         ("{{ body_preview }}", "is undefined; the placeholders are name, category, description"),
         ("{{ name }}", "the prompt does not use the placeholder body or fenced"),
         ("{{ body", "the prompt cannot be rendered: unexpected end of template"),
-        ("{{ body.__class__.mro() }}", "access to attribute ''__class__'' of"),
+        ("{{ body.__class__ }}", "access to attribute ''__class__'' of"),
     ],
 )
 def test_faulty_prompt_file_is_refused(tmp_path, user: str, fault: str):

@@ -22,6 +22,10 @@ UNTRIMMED_SKILL = Skill("s", "n ", "", "b" * 9000)
         (SkillTemplate(fields="nd"), "pod-debug | Finds why a pod fails"),
         (SkillTemplate(fields="name", description_chars=0), "pod-debug"),
         (SkillTemplate(fields="body", body_chars=7), "# Steps"),
+        (
+            SkillTemplate(fields="nd", labelled=True),
+            "<Name>: pod-debug | <Description>: Finds why a pod fails",
+        ),
     ],
 )
 def test_skill_text_has_chosen_fields(template: SkillTemplate, text: str):
@@ -130,3 +134,12 @@ def test_reranker_skill_text_is_cut():
     skill = Skill("s", "n", "d" * 600, "b" * 3000)
 
     assert RerankerTemplate().render_skill(skill) == f"n | {'d' * 500} | {'b' * 2000}"
+
+
+def test_structured_reranker_prompt():
+    skill = SkillTemplate(labelled=True, separator="\n", body_chars=7)
+    template = RerankerTemplate(form="yes_no", skill=skill)
+
+    text = template.skill_prompt() + template.render_skill(Skill("s", "n ", "", "b" * 9))
+
+    assert text == "<Skill>:\n<Name>: n \n<Description>: \n<Body>: bbbbbbb"

@@ -57,6 +57,11 @@ class SkillTemplate(Config):
     )
     body_chars: int = Field(default=2500, ge=0, description="longest body, in characters")
     separator: str = Field(default=" | ", description="text between the fields")
+    labelled: bool = Field(
+        default=False,
+        description="SkillRouter's structured prompt: `<Name>: ` before the name and so on, and "
+        "`<Skill>:` before the skill in yes_no; outer spaces and empty fields stay",
+    )
     verbatim: bool = Field(
         default=False, description="keep outer spaces and empty fields, as SkillRouter's code does"
     )
@@ -64,19 +69,25 @@ class SkillTemplate(Config):
     def field_texts(self, skill: Skill) -> dict[str, str]:
         """Return the texts that a model sees of a skill, by field.
 
-        Empty fields are left out and outer spaces are removed, unless `verbatim` is set.
+        Empty fields are left out and outer spaces are removed, unless `verbatim` or `labelled` is
+        set.
         """
         max_chars = {"name": None, "description": self.description_chars, "body": self.body_chars}
         texts = {
             field: getattr(skill, field)[: max_chars[field]] for field in FIELDS_SEEN[self.fields]
         }
-        if self.verbatim:
+        if self.verbatim or self.labelled:
             return texts
         return {field: text.strip() for field, text in texts.items() if text.strip()}
 
+    def label(self, field: str) -> str:
+        """Return the text before a field, such as `<Name>: `. Without labels it is empty."""
+        return f"<{field.title()}>: " if self.labelled else ""
+
     def render(self, skill: Skill) -> str:
         """Return the text of a skill: its fields with separators between them."""
-        return self.separator.join(self.field_texts(skill).values())
+        texts = [self.label(field) + text for field, text in self.field_texts(skill).items()]
+        return self.separator.join(texts)
 
     def windows(self, skill: Skill, chunks: Chunks) -> list[Skill]:
         """Return a copy of the skill for each window of its body.
@@ -209,7 +220,9 @@ class RerankerTemplate(Config):
 
     def skill_prompt(self) -> str:
         """Return the text before a skill."""
-        return "<Document>: " if self.form == "yes_no" else ""
+        if self.form == "pair":
+            return ""
+        return "<Skill>:\n" if self.skill.labelled else "<Document>: "
 
     def render_skill(self, skill: Skill) -> str:
         """Return the text of a skill, without prompt. Only this text may be truncated."""

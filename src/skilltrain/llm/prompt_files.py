@@ -4,6 +4,8 @@ Notes:
     - Templates run in a sandbox, because the folder of a router may come from a stranger, and its
       settings may name a prompt.
     - Untrusted texts are values of a template, and Jinja2 never renders a value as a template.
+    - A template shows values under conditions and in loops, without arithmetic, calls and variables
+      of its own. So a value stays as long as it is, and the prompt has a largest length.
 """
 
 import re
@@ -13,11 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from jinja2 import nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 
+_MAX_CHARS = 1_000_000  # of a message; more than the context of today's chat models
+# Parts of a template that cannot make a value longer: names of classes of jinja2.nodes.
+_ALLOWED_PARTS = frozenset(
+    "Template Output TemplateData If For Name Const Getattr Getitem Slice CondExpr Filter Test "
+    "Compare Operand And Or Not".split()
+)
+_ALLOWED_FILTERS = frozenset({"named", "trim", "lower", "upper", "length", "first", "last"})
 _LANGUAGES = {"en": "English", "zh": "Chinese"}
 _LANGUAGE_CODE = re.compile(r"[A-Za-z]{2,3}(?:-[A-Za-z0-9]{2,8}){0,2}")
 
@@ -41,7 +50,40 @@ def _template(text: str) -> jinja2.Template:
     # The sandbox keeps a template of a stranger from running code.
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
     environment.filters["named"] = language_phrase
-    return environment.from_string(text)
+    tree = environment.parse(text)
+    _check_parts(tree)
+    return environment.from_string(tree)
+
+
+def _check_parts(tree: nodes.Template) -> None:
+    """Raise TemplateSyntaxError if a parsed template could use much memory or time."""
+    for node in tree.find_all(nodes.Node):
+        part = type(node).__name__
+        is_allowed = part in _ALLOWED_PARTS
+        if isinstance(node, nodes.Filter):
+            part = f"the filter {node.name}"
+            is_allowed = node.name in _ALLOWED_FILTERS
+        # Loops inside loops take a time that grows with each level.
+        if isinstance(node, nodes.For) and node.find(nodes.For):
+            part = "a loop inside a loop"
+            is_allowed = False
+        if not is_allowed:
+            raise jinja2.TemplateSyntaxError(f"{part} is not allowed in a prompt", node.lineno)
+
+
+def _render(text: str, values: Mapping[str, Any]) -> str:
+    """Render a template. Raises SkilltrainError if the message gets too long."""
+    parts = []
+    num_chars = 0
+    # `generate` yields the message piece by piece, so a long message is never in memory as a whole.
+    for part in _template(text).generate(values):
+        num_chars += len(part)
+        if num_chars > _MAX_CHARS:
+            problem = f"a message of the prompt has more than {_MAX_CHARS:,} characters"
+            fix = "shorten the template, or lower query_chars, description_chars or body_chars"
+            raise SkilltrainError("invalid-recipe", problem, fix=fix)
+        parts.append(part)
+    return "".join(parts)
 
 
 def render_messages(texts: Mapping[str, Any], values: Mapping[str, Any]) -> tuple[str, str]:
@@ -52,8 +94,11 @@ def render_messages(texts: Mapping[str, Any], values: Mapping[str, Any]) -> tupl
     Args:
         texts: The prompt: two templates, under the keys `system` and `user`.
         values: Value of each placeholder by its name.
+
+    Raises:
+        SkilltrainError: A message is too long.
     """
-    return _template(texts["system"]).render(values), _template(texts["user"]).render(values)
+    return _render(texts["system"], values), _render(texts["user"], values)
 
 
 def check_prompt(
@@ -95,22 +140,15 @@ def _placeholder_fault(
         required: For each placeholder that the prompt must use, a text of its example value.
     """
     # A wrong syntax or an unknown placeholder raises TemplateError. Other errors come from
-    # expressions, such as {{ 1 / 0 }}.
+    # expressions, such as {{ count[0] }}.
     try:
         messages = "\n".join(render_messages(texts, values))
-    except (jinja2.TemplateError, TypeError, ValueError, ArithmeticError) as error:
+    except (jinja2.TemplateError, TypeError, ValueError) as error:
         return f"cannot be rendered: {error}"
+    except SkilltrainError as error:
+        return f"cannot be rendered: {error.problem}"
     # A placeholder was used if its example value is in the messages.
     for placeholder, text in required.items():
         if text not in messages:
             return f"does not use the placeholder {placeholder}"
     return ""
-
-
-def read_prompt(
-    path: Path, values: Mapping[str, Any], required: Mapping[str, str]
-) -> Mapping[str, Any]:
-    """Read a prompt from a YAML file, and check it as `check_prompt` does."""
-    texts = load_recipe(path)
-    check_prompt(texts, values, required, path)
-    return texts

@@ -1,14 +1,16 @@
 """Prompts about a query. A chat model sees a question, and query and skills as untrusted texts."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from skilltrain.config import Config, Seed
+from skilltrain.config import Config, InputPath, Seed, load_recipe
 from skilltrain.llm.ask import Questions
 from skilltrain.llm.client import LLM
+from skilltrain.llm.prompt_files import check_prompt, render_messages
 from skilltrain.llm.settings import LLMConfig
 from skilltrain.llm.untrusted import framed, untrusted_text
 from skilltrain.records import Query, Skill
@@ -109,3 +111,77 @@ def questions_of(
         answer_tokens=prompt.answer_tokens,
         description=prompt.description,
     )
+
+
+class PromptExample(NamedTuple):
+    """Example values with which the prompt of a file is checked.
+
+    Attributes:
+        values: Value of each placeholder that the prompt may use.
+        required: For each placeholder that the prompt must use, a text of its value.
+    """
+
+    values: Mapping[str, Any]
+    required: Mapping[str, str]
+
+
+class PromptFileConfig(AskConfig):
+    """Settings of a chat model that gets our prompt, or the prompt of a file.
+
+    A file holds two Jinja2 templates: the system message and the user message. Unlike in our
+    prompts, no marked lines surround the untrusted texts in these messages.
+
+    Attributes:
+        prompt_examples: Values with which a file is checked. Each of them must give a prompt.
+    """
+
+    prompt: InputPath | None = Field(
+        default=None,
+        description="YAML file with the keys system and user, such as a paper's prompt; null: our "
+        "prompt",
+    )
+    prompt_examples: ClassVar[tuple[PromptExample, ...]]
+
+    def prompt_values(self, ask: Ask) -> Mapping[str, Any]:
+        """Return the value of each placeholder of a file for a question, cut to the limits."""
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Raise SkilltrainError if the chat model or the prompt's file cannot be used."""
+        super().check()
+        self.read_prompt_file(self.prompt)
+
+    def read_prompt_file(self, file: Path | None) -> Mapping[str, Any] | None:
+        """Return the templates of a file, checked with each example, or None without a file.
+
+        Args:
+            file: YAML file with the keys `system` and `user`. None: there is no file.
+
+        Raises:
+            SkilltrainError: The file cannot be read, or a template is not usable.
+        """
+        if file is None:
+            return None
+        templates = load_recipe(file)
+        for example in self.prompt_examples:
+            check_prompt(templates, example.values, example.required, file)
+        return templates
+
+    def questions_with(
+        self, llm: LLM, asks: Sequence[Ask], prompt: Prompt, file: Path | None
+    ) -> Questions[Ask, Any]:
+        """Return the questions of a prompt, with the messages of a file if there is one.
+
+        Args:
+            llm: The chat model.
+            asks: What to ask about.
+            prompt: Our prompt. It also says how answers are read, even with a file.
+            file: YAML file with the templates of the messages. None: our messages.
+        """
+        questions = questions_of(self, llm, prompt, asks)
+        templates = self.read_prompt_file(file)
+        if templates is None:
+            return questions
+        return replace(
+            questions, prompt=lambda ask: render_messages(templates, self.prompt_values(ask))
+        )

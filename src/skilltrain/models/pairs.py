@@ -58,9 +58,9 @@ class PairTokenizer:
 
     Queries and skills are tokenised only once, and joined as token ids. The joined ids equal those
     of the whole text. In the form yes_no, the query's part ends with a line break, and the skill's
-    part begins with `<Document>: `. No token spans this border, but the tokens of a text may depend
-    on the texts before and after it. So a query is tokenised with `<Document>: ` behind it, and a
-    skill with a line break in front. The tokens of these additions are dropped.
+    part begins with a prompt such as `<Document>: `. No token spans this border, but the tokens of
+    a text may depend on the texts before and after it. So a query is tokenised with the prompt
+    behind it, and a skill with a line break in front. The tokens of these additions are dropped.
     """
 
     def __init__(self, tokenizer: Any, settings: RerankerSettings) -> None:

@@ -285,6 +285,7 @@ def yes_no_chat_template(template: RerankerTemplate, control_tokens: Sequence[st
         "PREFIX": QWEN3_RERANKER_PREFIX,
         "SUFFIX": QWEN3_RERANKER_SUFFIX,
         "SEPARATOR": template.separator,
+        "SKILL_PROMPT": template.skill_prompt(),
         "QUERY_CHARS": template.query_chars or 10**9,  # without a limit, the whole query
     }
     # The variables are set above the text of the chat template, as in {%- set SUFFIX = "..." -%}.

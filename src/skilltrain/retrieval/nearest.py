@@ -22,6 +22,7 @@ _ROUNDING = 1e-5  # bounds the rounding of a single-precision product of unit ve
 _CHUNKS_AT_ONCE = 4096  # 25 MB of products at 384 dimensions
 _QUERIES_AT_ONCE = 64  # 27 MB of products at 100,000 chunks
 _MAX_K_ON_GPU = 2048  # limit of faiss
+_MIN_QUERIES_ON_GPU = 64  # a search for fewer takes less time than copying the pool to a GPU
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ class ChunkVectors:
     def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
         """Return the positions of the `k` best skills by single-precision products.
 
-        With one chunk per skill, faiss searches, on a GPU if it can use one. With several chunks,
-        the scores of a skill's chunks become its score first.
+        With one chunk per skill, faiss searches, on a GPU if there are many queries. With several
+        chunks, the scores of a skill's chunks become its score first.
         """
         has_one_chunk_each = len(self.vectors) == self.num_skills
         if has_one_chunk_each:
@@ -152,8 +153,9 @@ class ChunkVectors:
 
             skills = np.ascontiguousarray(self.vectors, np.float32)
             metric = faiss.METRIC_INNER_PRODUCT
-            # The CPU build of faiss always returns 0 here. Its GPU search has a largest k.
-            if faiss.get_num_gpus() and k <= _MAX_K_ON_GPU:
+            # The CPU build of faiss (faiss-cpu) has no GPUs. Only faiss-gpu may have some.
+            is_worth_copying = len(queries) >= _MIN_QUERIES_ON_GPU and k <= _MAX_K_ON_GPU
+            if is_worth_copying and faiss.get_num_gpus():
                 resources = faiss.StandardGpuResources()
                 # faiss returns scores and positions. Only the positions are needed.
                 return faiss.knn_gpu(resources, queries, skills, k, metric=metric)[1]

@@ -9,13 +9,10 @@ import random
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
-from skilltrain.config import InputPath
 from skilltrain.llm import (
     LLM,
     AnswerError,
@@ -25,8 +22,13 @@ from skilltrain.llm import (
     ask_all,
     estimate_cost,
 )
-from skilltrain.llm.prompt_files import read_prompt, render_messages
-from skilltrain.llm.query_prompts import UNTRUSTED, Ask, AskConfig, Prompt, questions_of
+from skilltrain.llm.query_prompts import (
+    UNTRUSTED,
+    Ask,
+    Prompt,
+    PromptExample,
+    PromptFileConfig,
+)
 from skilltrain.llm.untrusted import untrusted_line, untrusted_skill, untrusted_text
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
@@ -62,14 +64,7 @@ def read_choice(ask: Ask, answer: str) -> str:
     return ask.choices[int(match[1]) - 1].skill_id
 
 
-def _read_prompt(path: Path) -> Mapping[str, Any]:
-    """Read and check the prompt of a chat model that chooses a candidate."""
-    skill = {"name": "(name)", "description": "(description)", "body": "(body)"}
-    values = {"query": "(query)", "skills": [skill]}
-    return read_prompt(path, values, required={"query": "(query)", "skills": "(name)"})
-
-
-class AskingConfig(AskConfig, RankerConfig):
+class AskingConfig(PromptFileConfig, RankerConfig):
     """A ranker that asks a chat model."""
 
     is_remote = True
@@ -89,6 +84,9 @@ class AskingConfig(AskConfig, RankerConfig):
         return estimate_cost(self.asks(queries, skills))
 
 
+_EXAMPLE_SKILL = {"name": "(name)", "description": "(description)", "body": "(body)"}
+
+
 class ChoosingConfig(AskingConfig):
     """A chat model that chooses among the candidates of the ranker before it."""
 
@@ -101,6 +99,12 @@ class ChoosingConfig(AskingConfig):
     min_candidates: ClassVar[int]  # with fewer there is nothing to ask
     only_orders = True
     gives_scores = False
+    prompt_examples = (
+        PromptExample(
+            values={"query": "(query)", "skills": [_EXAMPLE_SKILL]},
+            required={"query": "(query)", "skills": "(name)"},
+        ),
+    )
 
     @property
     def num_read(self) -> int:
@@ -124,8 +128,19 @@ class ChoosingConfig(AskingConfig):
         return self.questions(LLM(self.llm), items)
 
     def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
-        """Return the questions of the prompt."""
-        return questions_of(self, llm, self.default_prompt, asks)
+        """Return the questions of the prompt, from its file if there is one."""
+        return self.questions_with(llm, asks, self.default_prompt, self.prompt)
+
+    def prompt_values(self, ask: Ask) -> Mapping[str, Any]:
+        """Return the query and its candidates, each with name, description and body."""
+        skills = []
+        for skill in ask.choices:
+            description = untrusted_line(skill.description, self.description_chars)
+            # Without `body_chars` the model sees no body.
+            body = untrusted_text(skill.body, self.body_chars or 0)
+            name = untrusted_line(skill.name)
+            skills.append({"name": name, "description": description, "body": body})
+        return {"query": untrusted_text(ask.query.text, self.query_chars), "skills": skills}
 
     def make_ask(self, query: Query, skills: Sequence[Skill], skill_id: str = "") -> Ask:
         """Return what the model sees of a query and its candidates.
@@ -150,44 +165,8 @@ class SelectConfig(ChoosingConfig):
     keep: int = Field(
         default=20, ge=1, description="candidates that it sees; the others stay behind these"
     )
-    prompt: InputPath | None = Field(
-        default=None,
-        description="YAML file with system and user, and {{ query }} and {{ skills }} in them; "
-        "null: our prompt",
-    )
     default_prompt = Prompt(_BEST, _WHICH_ONE, read_choice, 4, "choosing")
     min_candidates = 2
-
-    def check(self) -> None:
-        """Raise SkilltrainError if the chat model or the prompt's file cannot be used."""
-        super().check()
-        if self.prompt is not None:
-            _read_prompt(self.prompt)
-
-    def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
-        """Return the questions of the prompt, from its file if there is one."""
-        questions = super().questions(llm, asks)
-        if self.prompt is None:
-            return questions
-        return replace(questions, prompt=partial(self._messages, _read_prompt(self.prompt)))
-
-    def _messages(self, texts: Mapping[str, Any], ask: Ask) -> tuple[str, str]:
-        """Return the messages of a prompt file. No lines with a mark surround the texts.
-
-        Args:
-            texts: Templates of the system message and the user message, as the file holds them.
-            ask: A query and its candidates.
-        """
-        skills = []
-        for skill in ask.choices:
-            description = untrusted_line(skill.description, self.description_chars)
-            # Without `body_chars` the model sees no body.
-            body = untrusted_text(skill.body, self.body_chars or 0)
-            name = untrusted_line(skill.name)
-            skills.append({"name": name, "description": description, "body": body})
-        query = untrusted_text(ask.query.text, self.query_chars)
-        # The templates name these values as {{ query }} and {{ skills }}.
-        return render_messages(texts, {"query": query, "skills": skills})
 
     def open(self, opened: dict[str, Any]) -> "Select":
         return Select(self, {})

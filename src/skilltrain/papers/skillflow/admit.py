@@ -1,8 +1,8 @@
 """A chat model that admits a few candidates, or none: SkillFlow's two filters (section A.6).
 
 The filter "relevancy" judges all candidates in one answer. The filter "specificity" judges each
-relevant candidate in an answer of its own. The prompts are our own. Candidates are untrusted
-(llm/untrusted.py): an answer can only admit one of them.
+relevant candidate in an answer of its own. The prompts are our own, and a file may replace each of
+them. Candidates are untrusted (llm/untrusted.py): an answer can only admit one of them.
 """
 
 import re
@@ -11,8 +11,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from skilltrain.config import InputPath
 from skilltrain.llm import LLM, AnswerError, Outcome, ask_all, read_numbers
-from skilltrain.llm.query_prompts import UNTRUSTED, Ask, Prompt, questions_of
+from skilltrain.llm.query_prompts import UNTRUSTED, Ask, Prompt
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.select import Chooser, ChoosingConfig
 
@@ -66,11 +67,20 @@ class AdmitConfig(ChoosingConfig):
     specificity: bool = Field(
         default=False, description="a second filter drops relevant skills that tell nothing new"
     )
+    specificity_prompt: InputPath | None = Field(
+        default=None,
+        description="YAML file with the prompt of this filter, which sees one skill; null: ours",
+    )
     body_chars: int | None = Field(
         default=16_000, ge=0, description="characters of a body that it sees; null: it sees no body"
     )
     default_prompt = Prompt(_RELEVANCY, _WHICH, read_relevant, 12, "relevancy")
     min_candidates = 1
+
+    def check(self) -> None:
+        """Raise SkilltrainError if the chat model or the file of a prompt cannot be used."""
+        super().check()
+        self.read_prompt_file(self.specificity_prompt)
 
     def open(self, opened: dict[str, Any]) -> "Admit":
         return Admit(self, {})
@@ -135,7 +145,8 @@ class Admit(Chooser):
         # If the settings leave this filter out, no question is asked. Its counts are then 0.
         if not self.config.specificity:
             asks = []
-        questions = questions_of(self.config, llm, _SPECIFICITY_PROMPT, asks)
+        file = self.config.specificity_prompt
+        questions = self.config.questions_with(llm, asks, _SPECIFICITY_PROMPT, file)
         # drop_if_down: if the server is down, questions have no answer, and the stage goes on.
         specificity = ask_all(questions, drop_if_down=True)
         for item, is_specific in specificity.values:

@@ -1,9 +1,9 @@
 """Query expansion: a chat model writes search queries for each task, and a ranker answers them.
 
-Source: SkillFlow, appendix A.2. The prompts are our own.
+Source: SkillFlow, appendix A.2. The prompts are our own, and a file may replace them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -14,8 +14,8 @@ from pydantic import Field, SerializeAsAny
 
 from skilltrain.llm import LLM, AnswerError, Questions, ask_all, estimate_cost
 from skilltrain.llm.ask import read_texts
-from skilltrain.llm.query_prompts import Ask, Prompt, questions_of
-from skilltrain.llm.untrusted import untrusted_line
+from skilltrain.llm.query_prompts import Ask, Prompt, PromptExample
+from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.plugins import OneOf
 from skilltrain.records import Dropped, Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.fusion import fuse
@@ -58,6 +58,11 @@ class ExpandConfig(AskingConfig):
         default=8000, ge=1, description="characters of a task that the chat model sees"
     )
     keep: Keep = None
+    # A model that fails to write several queries is asked for one query at a time.
+    prompt_examples = (
+        PromptExample({"query": "(query)", "count": 1}, {"query": "(query)"}),
+        PromptExample({"query": "(query)", "count": 5}, {"query": "(query)"}),
+    )
 
     @property
     def components(self) -> tuple[RankerConfig, ...]:
@@ -72,7 +77,11 @@ class ExpandConfig(AskingConfig):
 
     def asks(self, queries: Sequence[Query], skills: Sequence[Skill]) -> Questions[Ask, list[str]]:
         """Return the requests for search queries. The skills are not used."""
-        return _questions(self, LLM(self.llm), self.count, queries)
+        return _questions(self, LLM(self.llm), queries)
+
+    def prompt_values(self, ask: Ask) -> Mapping[str, Any]:
+        """Return the task and the number of queries to write."""
+        return {"query": untrusted_text(ask.query.text, self.query_chars), "count": self.count}
 
 
 @dataclass
@@ -135,7 +144,7 @@ class Expand:
             Written queries by task id, for tasks with a usable answer.
         """
         llm = LLM(self.config.llm)  # for both rounds of questions: it counts their tokens and cost
-        questions = _questions(self.config, llm, self.config.count, queries)
+        questions = _questions(self.config, llm, queries)
         estimate_cost(questions)  # prints the cost
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
@@ -167,9 +176,9 @@ class Expand:
         failed_ids = {row.query_id for row in dropped}
         failed = [query for query in queries if query.query_id in failed_ids]
         values = []
+        single = self.config.model_copy(update={"count": 1})  # one query per task
         for number in range(self.config.count):
-            # Ask for one query per task.
-            questions = _questions(self.config, llm, 1, failed, number * _TEMPERATURE_STEP)
+            questions = _questions(single, llm, failed, number * _TEMPERATURE_STEP)
             outcome = ask_all(questions, drop_if_down=True)
             values += outcome.values
             self.counts |= outcome.used  # totals of `llm`, with the tokens of earlier questions
@@ -209,7 +218,6 @@ def joined(rankings: Sequence[Ranking], join: str) -> Ranking:
 def _questions(
     config: ExpandConfig,
     llm: LLM,
-    count: int,
     queries: Sequence[Query],
     added_temperature: float = 0.0,
 ) -> Questions[Ask, list[str]]:
@@ -218,16 +226,17 @@ def _questions(
     Args:
         config: Settings.
         llm: The chat model.
-        count: Number of queries to write for each task.
         queries: The tasks.
         added_temperature: Added to the model's temperature in the first attempt.
     """
+    count = config.count  # number of queries to write for each task
     question = _ONE if count == 1 else _SEVERAL.format(count=count)
     read = partial(read_queries, count)
     prompt = Prompt(
         _SYSTEM, question, read, answer_tokens=16 * count, description="writing search queries"
     )
-    questions = questions_of(config, llm, prompt, [Ask(query) for query in queries])
+    asks = [Ask(query) for query in queries]
+    questions = config.questions_with(llm, asks, prompt, config.prompt)
 
     def temperature_of(attempt: int) -> float:
         """Return what an attempt, counted from 0, adds to the temperature of the settings."""

@@ -17,6 +17,7 @@ from skilltrain.templates import FIELDS_SEEN
 from skilltrain.terminal import track
 
 FIELDS = FIELDS_SEEN["full"]
+_BODY = FIELDS.index("body")
 LayerShares = Float[np.ndarray, "layer field"]
 
 
@@ -40,6 +41,7 @@ def field_attention(
         - `groups`: share in the first quarter of the layers, the middle half and the last quarter.
         - `overall`: share averaged over all layers.
         - `tokens`: share of the skill's tokens. Uniform attention would give the same share.
+        - `over_pairs`: how the shares differ between pairs (see `pair_statistics`).
         - `pairs`: a dict for each pair, with `overall`, `tokens` and the number of tokens cut away.
 
     Raises:
@@ -58,6 +60,7 @@ def field_attention(
 
     shares: list[LayerShares] = []  # of each pair
     token_shares: list[Float[np.ndarray, " field"]] = []
+    body_lengths = []  # tokens of the body that the model sees
     rows = []
     # Only the plain ("eager") implementation of attention returns the weights.
     with _eager_attention(reranker.network):
@@ -68,6 +71,7 @@ def field_attention(
             in_field = in_field[:num_tokens]
             shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
             token_shares.append(in_field.sum(0) / in_field.sum())
+            body_lengths.append(int(in_field[:, _BODY].sum()))
             row = {
                 "query_id": query.query_id,
                 "skill_id": skill.skill_id,
@@ -79,7 +83,38 @@ def field_attention(
 
     means = _layer_means(np.mean(shares, axis=0))  # `layers`, `groups` and `overall`
     tokens = _by_field(np.mean(token_shares, axis=0))
-    return {"model": model_name, **means, "tokens": tokens, "pairs": rows}
+    over_pairs = pair_statistics(np.mean(shares, axis=1), body_lengths)
+    return {
+        "model": model_name,
+        **means,
+        "tokens": tokens,
+        "over_pairs": over_pairs,
+        "pairs": rows,
+    }
+
+
+def pair_statistics(
+    shares: Float[np.ndarray, "pair field"], body_lengths: Sequence[int]
+) -> dict[str, Any]:
+    """Return how the shares of attention differ between pairs.
+
+    Args:
+        shares: Share of each field in a pair, averaged over layers.
+        body_lengths: Length of the body in each pair, in tokens.
+
+    Returns:
+        - `sd`: standard deviation of the share by field.
+        - `num_body_most`: number of pairs in which the body has the largest share.
+        - `body_length_r`: Pearson's correlation of the body's share with its length, or None if
+            one of them is equal in all pairs.
+    """
+    body_shares = shares[:, _BODY]
+    varies = np.ptp(body_shares) > 0 and np.ptp(body_lengths) > 0
+    return {
+        "sd": _by_field(shares.std(0)),
+        "num_body_most": int((shares.argmax(1) == _BODY).sum()),
+        "body_length_r": float(np.corrcoef(body_shares, body_lengths)[0, 1]) if varies else None,
+    }
 
 
 def _pair_shares(
@@ -243,6 +278,7 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     char_in_field = np.zeros((len(text), len(FIELDS)), dtype=bool)  # [character, field]
     field_start = len(lead)
     for field, field_text in template.skill.field_texts(skill).items():
+        field_start += len(template.skill.label(field))
         field_end = field_start + len(field_text)
         char_in_field[field_start:field_end, FIELDS.index(field)] = True
         field_start = field_end + len(template.skill.separator)

@@ -5,18 +5,20 @@ untrusted text (llm/untrusted.py). In the prompt of a file they have no marks ar
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field
 
-from skilltrain.config import InputPath
 from skilltrain.llm import LLM, Questions
 from skilltrain.llm.ask import read_numbers, read_object, read_texts
-from skilltrain.llm.prompt_files import check_prompt, read_prompt, render_messages
-from skilltrain.llm.query_prompts import Ask, AskConfig, Prompt, questions_of
+from skilltrain.llm.query_prompts import (
+    Ask,
+    AskConfig,
+    Prompt,
+    PromptExample,
+    PromptFileConfig,
+    questions_of,
+)
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.papers.skillweaver.rules import MAX_STEPS, Round
 
@@ -106,43 +108,30 @@ class ModelConfig(AskConfig):
         return questions_of(self, llm, self.default_prompt, asks)
 
 
-def _read_prompt(path: Path) -> Mapping[str, Any]:
-    """Read a prompt that asks for steps, and check it with and without hints."""
-    query = {"query": "(query)"}
-    texts = read_prompt(path, query | {"hint_list": "(hints)"}, query | {"hint_list": "(hints)"})
-    check_prompt(texts, query | {"hint_list": ""}, query, path)
-    return texts
+_QUERY = {"query": "(query)"}
+_QUERY_AND_HINTS = {"query": "(query)", "hint_list": "(hints)"}
 
 
-class StepsConfig(ModelConfig):
+class StepsConfig(ModelConfig, PromptFileConfig):
     """A chat model that writes the steps as a JSON array; the paper's temperature is 0.1."""
 
     kind: Literal["llm"] = "llm"
-    prompt: InputPath | None = Field(
-        default=None,
-        description="YAML file with system and user, and {{ query }} and {{ hint_list }} in them, "
-        "which is empty in the first round; null: our prompt",
-    )
     default_prompt = Prompt(_STEPS + _RULE, "", read_steps, 120, "planning")
+    # In the first round there are no hints.
+    prompt_examples = (
+        PromptExample(_QUERY | {"hint_list": ""}, _QUERY),
+        PromptExample(_QUERY_AND_HINTS, _QUERY_AND_HINTS),
+    )
 
-    def check(self) -> None:
-        """Raise SkilltrainError if the chat model or the prompt's file cannot be used."""
-        super().check()
-        if self.prompt is not None:
-            _read_prompt(self.prompt)
+    def prompt_values(self, ask: Ask) -> Mapping[str, Any]:
+        """Return the task and the hints."""
+        hints = [text for _, text in ask.titled_texts]
+        query = untrusted_text(ask.query.text, self.query_chars)
+        return {"query": query, "hint_list": "\n".join(hints)}
 
     def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, Any]:
         """Return the questions of the prompt, from its file if there is one."""
-        questions = super().questions(llm, asks)
-        if self.prompt is None:
-            return questions
-        return replace(questions, prompt=partial(self._messages, _read_prompt(self.prompt)))
-
-    def _messages(self, texts: Mapping[str, Any], ask: Ask) -> tuple[str, str]:
-        """Return the messages of a prompt file for a task."""
-        hints = [text for _, text in ask.titled_texts]
-        query = untrusted_text(ask.query.text, self.query_chars)
-        return render_messages(texts, {"query": query, "hint_list": "\n".join(hints)})
+        return self.questions_with(llm, asks, self.default_prompt, self.prompt)
 
 
 class DirectConfig(ModelConfig):
