@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
+from jinja2 import Template
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
@@ -214,6 +215,18 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     return f"{ModelCard.from_template(data, str(_TEMPLATE), **variables)}\n"
 
 
+def write_card(file: Path, template: Path, **variables: Any) -> None:
+    """Write the card of a repository that holds no model.
+
+    Args:
+        file: The README.md to write.
+        template: Template of the card, with its front matter.
+        variables: Values by the names that the template uses.
+    """
+    text = Template(template.read_text(encoding="utf-8")).render(variables)
+    write_text(file, f"{text}\n")
+
+
 def rename_model(card: Path, repo: str) -> None:
     """Make the example programs of a card open the repository `repo`.
 
@@ -257,6 +270,7 @@ def _card_data(
         if result.uses_model
     ]
     # A text such as `models/base` may be the name of a local folder instead of a model on the Hub.
+    base, _, _ = base.partition("@")  # without the revision
     is_on_hub = _HUB_ID.fullmatch(base) and not Path(base).exists()
     return ModelCardData(
         library_name="sentence-transformers",
