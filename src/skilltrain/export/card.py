@@ -21,7 +21,7 @@ from skilltrain.files import read_json, shareable, write_text
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
 from skilltrain.runs import record_of
-from skilltrain.templates import FIELDS_SEEN
+from skilltrain.templates import FIELDS_SEEN, RerankerTemplate
 
 _TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 # Licences that the Hub accepts, from its documentation.
@@ -39,9 +39,7 @@ class _ModelClass(NamedTuple):
 
 
 _MODEL_CLASSES = {
-    "SentenceTransformer": _ModelClass(
-        "encoder", "sentence-similarity", ["feature-extraction", "text-embeddings-inference"]
-    ),
+    "SentenceTransformer": _ModelClass("encoder", "sentence-similarity", ["feature-extraction"]),
     "MultiVectorEncoder": _ModelClass(
         "encoder", "sentence-similarity", ["multi-vector", "late-interaction"]
     ),
@@ -195,6 +193,13 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         # The user gave this name, so the card lists it without a check.
         data.base_model = published.base_model
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
+    data.tags += ["onnx"] if record.form == "onnx" else []
+    # TEI serves vectors of whole texts and scores of pairs, but runs no code of a model.
+    template = record.settings.template
+    is_pair = isinstance(template, RerankerTemplate) and template.form == "pair"
+    brings_code = record.recipe["model"].get("trust_remote_code")
+    if (class_name == "SentenceTransformer" or is_pair) and not brings_code:
+        data.tags.append("text-embeddings-inference")
     # `shareable` removes parent folders from paths, because they may name a user.
     recipe = shareable(record.recipe)
     run_record = record_of(record.run) if record.run else {}
