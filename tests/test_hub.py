@@ -319,6 +319,33 @@ def test_code_of_router_is_not_downloaded(hub, tmp_path):
     assert suffixes == {".json", ".npy", ".arrow"}
 
 
+def test_router_brings_no_paths(hub, tmp_path):
+    push_router(write_router(tmp_path / "router", "lexical"), Published(ROUTER), PushOptions())
+    files = hub.repositories[ROUTER].files
+    record = json.loads(files["index-1/index.json"])
+    (source,) = record["sources"]
+    private = tmp_path / "private" / "merge"
+    private.mkdir(parents=True)
+    (private / "SKILL.md").write_text("private")
+    files["index-1/index.json"] = json.dumps(
+        record | {"pool": "local:a", "sources": {"local:a": 2}}
+    ).encode()
+    files["local.json"] = json.dumps({"local:a": str(private.parent)}).encode()
+
+    router = Router.load(SOURCE)
+
+    assert source.startswith("./")
+    assert router.route("merge").skills[0].path is None
+
+
+def test_printed_configuration_names_hub(hub, tmp_path):
+    push_router(write_router(tmp_path / "router", "lexical"), Published(ROUTER), PushOptions())
+
+    printed = succeeds("serve", SOURCE, "--print-config", "cursor").out
+
+    assert json.loads(printed)["mcpServers"]["skilltrain"]["args"] == ["serve", SOURCE]
+
+
 @pytest.mark.parametrize("status", [401, 403, 404, 429, 500, 503])
 def test_refused_router_is_one_line(hub, status):
     hub.status_of_read = status

@@ -331,7 +331,8 @@ def _stdio_arguments(
     log: Path | None,
 ) -> list[str]:
     """Return the arguments with which an agent host starts this server from any folder."""
-    arguments = ["serve", str(router.resolve())]
+    # A router that is no folder here is on the Hub: hf:OWNER/NAME.
+    arguments = ["serve", str(router.resolve() if router.exists() else router)]
     for folder in watched_folders:
         arguments += ["--watch", str(folder)]
     for url in allow_server:

@@ -11,7 +11,7 @@ from skilltrain.data.pool.read import HF_PREFIX
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published, write_card
 from skilltrain.export.push import PushOptions, RepositoryKind, push_files
-from skilltrain.files import cache_folder, staged_folder, write_text
+from skilltrain.files import LOCAL_FILE, cache_folder, staged_folder, write_text
 from skilltrain.models.loading import download_files, model_files
 from skilltrain.serving.index import (
     DOWNLOADS,
@@ -57,13 +57,12 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         paths = _collect_files(index, Path(scratch))
         paths["README.md"] = Path(scratch, "README.md")
-        licenses = Counter(skill.license for skill in index.skills.values())
         write_card(
             paths["README.md"],
             _CARD,
             published=published,
             record=index.record,
-            licenses=licenses,
+            licenses=Counter(skill.license for skill in index.skills.values()),
         )
         return push_files(paths, published, options, _ROUTER)
 
@@ -120,5 +119,7 @@ def local_router(source: Path | str) -> Path:
     # The Hub's cache holds links to files elsewhere, which a router must not have. So copy them.
     if not folder.exists():
         with staged_folder(folder) as staged:
-            shutil.copytree(snapshot, staged, dirs_exist_ok=True)
+            # With a local.json of its own, a router could name any folder of this machine.
+            ignore = shutil.ignore_patterns(LOCAL_FILE)
+            shutil.copytree(snapshot, staged, ignore=ignore, dirs_exist_ok=True)
     return folder
