@@ -1,25 +1,51 @@
-"""A Hub on loopback, where huggingface_hub's own client creates repositories and commits."""
+"""A Hub on loopback. huggingface_hub's own client creates, reads and writes its repositories."""
 
 import base64
+import hashlib
 import json
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from urllib.parse import unquote
 
 from loopback import Quiet, serving
 
 TOKEN = "token-of-the-test"
-SHA = "0" * 40
+# /api/models/OWNER/NAME/ACTION/REVISION, or /datasets/OWNER/NAME/resolve/REVISION/FILE
+_PATH = re.compile(
+    r"(?:/api/(?:models|datasets)|/datasets)?/(?P<name>[^/]+/[^/]+)"
+    r"(?:/(?P<action>\w+))?(?:/(?P<revision>[^/]+))?(?:/(?P<file>.+))?"
+)
 
 
 @dataclass
 class Repository:
-    """A repository of the Hub."""
+    """A repository of the Hub.
+
+    `files` are those of the branch main, `branches` and `tags` those of other revisions by name.
+    Each of `pull_requests` is a list of the operations of its commit.
+    """
 
     private: bool = True
     files: dict[str, bytes] = field(default_factory=dict)
     commits: int = 0
+    type: str = "model"
+    branches: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    tags: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    pull_requests: list[list[dict]] = field(default_factory=list)
+
+    def at(self, revision: str) -> dict[str, bytes] | None:
+        """Return the files of a branch, a tag or a commit."""
+        named = {"main": self.files} | self.branches | self.tags
+        by_commit = {commit_of(files): files for files in named.values()}
+        return named.get(revision, by_commit.get(revision))
+
+
+def commit_of(files: dict[str, bytes]) -> str:
+    """Return the commit hash of some files."""
+    return hashlib.sha1(repr(sorted(files.items())).encode()).hexdigest()
 
 
 @dataclass
@@ -32,8 +58,10 @@ class Hub:
 
     url: str = ""
     repositories: dict[str, Repository] = field(default_factory=dict)
+    status_of_read: int = 200
     status_of_create: int = 200
     status_of_commit: int = 200
+    status_of_tag: int = 200
     path_without_answer: str = ""
     log: list[str] = field(default_factory=list)
 
@@ -51,32 +79,73 @@ def hub_server() -> Iterator[Hub]:
                 is_closing.wait()
             return is_valid
 
-        def answer(self, status: int, value: object) -> None:
+        def answer(self, status: int, value: object, code: str = "Refused") -> None:
             if status >= 400:
                 value = f"{value} ({self.headers.get('Authorization')})"
             body = json.dumps({"error": value} if isinstance(value, str) else value).encode()
-            self.send_response(status)
-            self.send_header("Content-Type", "application/json")
-            self.send_header("Content-Length", str(len(body)))
+            headers = {"Content-Type": "application/json"}
             if status >= 400:
-                self.send_header("X-Error-Message", str(value))
-                self.send_header("X-Error-Code", "RepoNotFound" if status == 404 else "Refused")
-            self.end_headers()
-            self.wfile.write(body)
+                headers |= {"X-Error-Message": str(value), "X-Error-Code": code}
+            self.send(status, body, headers)
 
-        def repository(self) -> tuple[str, Repository | None]:
-            name = "/".join(self.path.split("?")[0].split("/")[3:5])
-            return name, hub.repositories.get(name)
+        def send(self, status: int, body: bytes, headers: dict[str, str]) -> None:
+            self.send_response(status)
+            for name, value in {"Content-Length": str(len(body)), **headers}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def parts(self) -> dict[str, str]:
+            """Return name, action, revision and file of the request's path."""
+            match = _PATH.fullmatch(self.path.split("?")[0])
+            assert match is not None
+            return {key: unquote(value or "") for key, value in match.groupdict().items()}
 
         def do_GET(self) -> None:
             hub.log.append(f"GET {self.path}")
-            name, repository = self.repository()
-            if repository is None:
-                self.answer(404, "Repository not found")
-                return
-            siblings = [{"rfilename": file} for file in repository.files]
-            info = {"id": name, "private": repository.private, "sha": SHA, "siblings": siblings}
-            self.answer(200, info)
+            parts = self.parts()
+            repository = hub.repositories.get(parts["name"])
+            if hub.status_of_read != 200:
+                self.answer(hub.status_of_read, "Reading is refused")
+            elif repository is None:
+                self.answer(404, "Repository not found", "RepoNotFound")
+            elif parts["action"] == "refs":
+                tags = [{"name": tag, "ref": tag, "targetCommit": ""} for tag in repository.tags]
+                self.answer(200, {"branches": [], "converts": [], "tags": tags})
+            else:
+                files = repository.at(parts["revision"] or "main")
+                if files is None:
+                    self.answer(404, "Revision not found", "RevisionNotFound")
+                else:
+                    self.read(parts, repository, files)
+
+        do_HEAD = do_GET  # noqa: N815
+
+        def read(
+            self, parts: dict[str, str], repository: Repository, files: dict[str, bytes]
+        ) -> None:
+            commit = commit_of(files)
+            if parts["action"] == "tree":
+                rows = [
+                    {
+                        "type": "file",
+                        "path": name,
+                        "size": len(body),
+                        "oid": commit_of({name: body}),
+                    }
+                    for name, body in files.items()
+                ]
+                self.answer(200, rows)
+            elif parts["action"] == "resolve":
+                name = parts["file"]
+                etag = commit_of({name: files[name]})
+                headers = {"ETag": f'"{etag}"', "X-Repo-Commit": commit}
+                self.send(200, files[name], headers)
+            else:
+                siblings = [{"rfilename": file} for file in files]
+                info = {"id": parts["name"], "private": repository.private, "sha": commit}
+                self.answer(200, info | {"siblings": siblings})
 
         def do_POST(self) -> None:
             hub.log.append(f"POST {self.path}")
@@ -93,6 +162,8 @@ def hub_server() -> Iterator[Hub]:
                     for file in json.loads(body)["files"]
                 ]
                 self.answer(200, {"files": files})
+            elif "/tag/" in self.path:
+                self.tag(json.loads(body)["tag"])
             else:
                 self.commit([json.loads(line) for line in body.splitlines()])
 
@@ -106,24 +177,44 @@ def hub_server() -> Iterator[Hub]:
                 self.answer(409, {"error": "You already created this model repo", "url": url})
             else:
                 is_private = request.get("visibility") == "private" or bool(request.get("private"))
-                hub.repositories[name] = Repository(is_private)
+                kind = request.get("type", "model")
+                hub.repositories[name] = Repository(is_private, type=kind)
                 self.answer(200, {"url": url})
 
+        def tag(self, tag: str) -> None:
+            parts = self.parts()
+            repository = hub.repositories[parts["name"]]
+            files = repository.at(parts["revision"])
+            assert files is not None
+            if hub.status_of_tag != 200:
+                self.answer(hub.status_of_tag, "The tag is refused")
+                return
+            repository.tags[tag] = dict(files)
+            self.answer(200, {})
+
         def commit(self, operations: list[dict]) -> None:
-            name, repository = self.repository()
-            assert repository is not None
+            parts = self.parts()
+            repository = hub.repositories[parts["name"]]
+            files = repository.at(parts["revision"])
+            assert files is not None
             if hub.status_of_commit != 200:
                 self.answer(hub.status_of_commit, "The commit is refused")
                 return
+            url = f"{hub.url}/{parts['name']}"
+            if "create_pr=1" in self.path:
+                repository.pull_requests.append(operations)
+                files = dict(files)
             for operation in operations:
                 value = operation["value"]
                 if operation["key"] == "file":
-                    repository.files[value["path"]] = base64.b64decode(value["content"])
+                    files[value["path"]] = base64.b64decode(value["content"])
                 elif operation["key"] == "deletedFile":
-                    del repository.files[value["path"]]
+                    del files[value["path"]]
             repository.commits += 1
-            url = f"{hub.url}/{name}/commit/{SHA}"
-            self.answer(200, {"commitUrl": url, "commitOid": SHA})
+            commit = commit_of(files)
+            answer = {"commitUrl": f"{url}/commit/{commit}", "commitOid": commit}
+            request_url = f"{url}/discussions/{len(repository.pull_requests)}"
+            self.answer(200, answer | {"pullRequestUrl": request_url})
 
     with serving(Handler) as hub.url:
         try:

@@ -20,7 +20,7 @@ from skilltrain.config import to_yaml
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published
 from skilltrain.export.forms import open_model
-from skilltrain.export.push import check_round_trip, upload
+from skilltrain.export.push import PushOptions, check_round_trip, upload
 from skilltrain.formats import CHECKPOINT, RUN
 from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig
@@ -503,7 +503,7 @@ def test_a_refused_commit_changes_nothing(hub, tmp_path):
     hub.status_of_commit = 400
 
     with raises("upload-failed"):
-        upload(paths, REPO, False, False)
+        upload(paths, REPO, PushOptions())
 
     assert hub.repositories[REPO].files == old_files
     assert sum("/commit/" in line for line in hub.log) == 1
@@ -519,7 +519,7 @@ def test_public_repository_needs_flag(hub, finished):
 
 
 def test_flag_creates_public_repository(hub, finished):
-    push_model(finished[0].out, Published(REPO), public=True)
+    push_model(finished[0].out, Published(REPO), options=PushOptions(public=True))
 
     assert not hub.repositories[REPO].private
 
@@ -528,7 +528,7 @@ def test_private_repository_is_not_published(hub, finished):
     hub.repositories[REPO] = Repository(private=True)
 
     with raises("repository-visibility"):
-        push_model(finished[0].out, Published(REPO), public=True)
+        push_model(finished[0].out, Published(REPO), options=PushOptions(public=True))
 
     assert hub.repositories[REPO].commits == 0
 
@@ -548,7 +548,7 @@ def test_repository_with_readme_is_kept(hub, finished):
 def test_a_flag_replaces_the_readme(hub, finished):
     hub.repositories[REPO] = Repository(files=dict(README_ONLY))
 
-    outcome = push_model(finished[0].out, Published(REPO), into_existing=True)
+    outcome = push_model(finished[0].out, Published(REPO), options=PushOptions(into_existing=True))
 
     files = hub.repositories[REPO].files
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from skilltrain.models.pairs import RerankerSettings
 from skilltrain.models.saving import save_model
 from skilltrain.records import Skill
 from skilltrain.templates import EncoderTemplate, RerankerTemplate, SkillTemplate
+from small_library import succeeds
 from tiny_models import save_bert
 
 QUERY = "Fill in the tax form and sign it"
@@ -186,6 +188,61 @@ def test_card_says_how_model_was_trained():
     assert {"lora", "late-interaction"} <= set(front_matter(card)["tags"])
     assert "also trained for late interaction" in card
     assert "late interaction" not in model_card(record(EncoderSettings()))
+
+
+@pytest.mark.parametrize(
+    ("settings", "facts", "is_served"),
+    [
+        (EncoderSettings(), {}, True),
+        (EncoderSettings(), {"form": "multi_vector"}, False),
+        (RerankerSettings(), {}, True),
+        (RerankerSettings(template=RerankerTemplate(form="yes_no")), {}, False),
+    ],
+)
+def test_card_marks_commands_of_servers(settings, facts, is_served):
+    card = model_card(record(settings, **facts))
+
+    assert ("text-embeddings-inference" in front_matter(card)["tags"]) is is_served
+    assert ("text-embeddings-router" in card) is is_served
+    assert ("were not run with this model" in card) is is_served
+
+
+def test_model_with_code_is_not_for_tei():
+    recipe = {"model": {"source": "owner/base", "trust_remote_code": True}}
+
+    card = model_card(record(EncoderSettings(), recipe=recipe))
+
+    assert "text-embeddings-inference" not in front_matter(card)["tags"]
+
+
+def test_card_of_onnx_form_has_its_tag():
+    assert "onnx" in front_matter(model_card(record(EncoderSettings(), form="onnx")))["tags"]
+    assert "onnx" not in front_matter(model_card(record(EncoderSettings())))["tags"]
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_reranker"])
+def test_route_command_of_card_runs(tmp_path, open_encoder_of, open_reranker_of, monkeypatch, name):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    skill = {"name": "pdf-forms", "description": "Fill in a tax form", "body": "Read the form."}
+    (tmp_path / "pool.jsonl").write_text(json.dumps(skill))
+    model = (open_encoder_of if name == "bert" else open_reranker_of)(name)
+    card = model_card(record(model.settings))
+    save_model(model, tmp_path / "model", base=name, card=card)
+    (command,) = re.findall(r"^skilltrain (route .*)$", card, re.MULTILINE)
+
+    monkeypatch.chdir(tmp_path / "model")
+    arguments = shlex.split(command.replace("POOL", str(tmp_path / "pool.jsonl")))
+
+    assert "pdf-forms" in succeeds(*arguments).out
+
+
+def test_revision_of_base_is_left_out():
+    recipe = {"model": {"source": "owner/base@v2"}}
+
+    card = model_card(record(EncoderSettings(), recipe=recipe))
+
+    assert front_matter(card)["base_model"] == "owner/base"
+    assert "from owner/base@v2" in card
 
 
 def test_base_model_may_be_given(tmp_path, monkeypatch):

@@ -1,11 +1,14 @@
 """Metadata, pinned versions, recipes, launch files, the Dockerfile and documents are consistent."""
 
+import json
 import os
 import re
 import runpy
+import shutil
 import subprocess
 import tomllib
 from importlib import metadata
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +21,7 @@ from packaging.version import Version
 import skilltrain
 from skilltrain.config import load_recipe
 from skilltrain.stage import TrainingStage, list_recipes, parse_recipe
+from small_library import skilltrain as run_command
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(
@@ -397,9 +401,11 @@ def arguments_of(name: str, stage: str | None = None) -> list[str]:
 
 
 def test_targets_share_a_pinned_base():
-    assert arguments_of("FROM") == ["${BASE} AS base", "base AS cpu", "base AS cuda"]
+    stages = ["${BASE} AS base", "base AS cpu", "base AS cuda", "${DEVICE} AS serve"]
+    assert arguments_of("FROM") == stages
 
-    (image,) = arguments_of("ARG", "")
+    image, device = arguments_of("ARG", "")
+    assert device == "DEVICE=cuda"
     (version,) = re.findall(r"^BASE=python:(\d+\.\d+\.\d+)-slim-\w+$", image)
     assert version in Requirement(f"python{PROJECT['requires-python']}").specifier
 
@@ -408,16 +414,83 @@ def test_dockerfile_adds_no_address():
     """ADD could download a file."""
     names = {name for _, name, _ in instructions()}
 
-    assert names == {"ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "CMD", "USER"}
+    assert names == {
+        *("ARG", "FROM", "ENV", "WORKDIR", "RUN", "COPY", "CMD", "USER"),
+        *("VOLUME", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"),
+    }
 
 
 def test_targets_run_without_root():
-    last = {stage: (name, arguments) for stage, name, arguments in instructions()}
+    users = {stage: arguments for stage, name, arguments in instructions() if name == "USER"}
 
-    assert last["cpu"] == last["cuda"] == ("USER", "1000")
+    assert users == dict.fromkeys(("cpu", "cuda", "serve"), "1000")
     (line,) = [line for line in arguments_of("RUN", "base") if "useradd" in line]
     assert "--uid 1000" in line
-    assert line.endswith("chown skilltrain runs")
+    assert "chown skilltrain runs" in line
+
+
+@pytest.mark.parametrize("target", ["cpu", "cuda"])
+def test_dependencies_come_before_source(target: str):
+    assert arguments_of("COPY", "base") == ["pyproject.toml constraints.txt ./"]
+
+    steps = [(name, line) for stage, name, line in instructions() if stage == target]
+    position = steps.index(("COPY", ". ."))
+    installs = [line for _, line in steps[:position] if "pip install" in line]
+    assert all("-r requirements.txt" in line for line in installs)
+    assert len(installs) == 1
+    assert "--no-deps -e ." in steps[position + 1][1]
+
+
+def test_dependencies_are_listed(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    (line,) = arguments_of("RUN", "base")
+    command = "python3" + line.partition("&& python3")[2]
+    variables = os.environ | {"EXTRAS": "serve,onnx"}
+
+    subprocess.run(["sh", "-c", command], cwd=tmp_path, env=variables, check=True)
+
+    extras = PROJECT["optional-dependencies"]
+    expected = [*PROJECT["dependencies"], *extras["serve"], *extras["onnx"]]
+    assert (tmp_path / "requirements.txt").read_text().splitlines() == expected
+
+
+def test_copied_source_is_allowed():
+    lines = read(".dockerignore").splitlines()
+
+    assert lines[0] == "*"
+    allowed = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    assert {"pyproject.toml", "constraints.txt", "README.md", "src", "recipes"} <= set(allowed)
+    assert [name for name in allowed if not (ROOT / name).exists()] == []
+
+
+def test_container_starts_server(tmp_path, monkeypatch):
+    monkeypatch.setenv("ROUTER_TOKEN", "secret")
+    arguments = json.loads(arguments_of("ENTRYPOINT")[0])
+
+    outcome = run_command(*arguments[1:], tmp_path / "router")
+
+    assert arguments[0] == "skilltrain"
+    assert outcome.error_line.endswith("[no-router]")  # so the options are valid
+    assert json.loads(arguments_of("CMD", "serve")[0]) == ["/router"]
+    assert json.loads(arguments_of("VOLUME")[0]) == ["/router", "/cache"]
+
+
+def test_health_check_is_answered(monkeypatch):
+    access = pytest.importorskip("skilltrain.serving.access", reason="needs skilltrain[serve]")
+    monkeypatch.setenv("ROUTER_TOKEN", "secret")
+    arguments = json.loads(arguments_of("ENTRYPOINT")[0])
+    options = dict(pairwise(arguments))
+    (check,) = arguments_of("HEALTHCHECK")
+    (host, path) = re.findall(r"http://([^/]+)(/\w+)", check)[0]
+
+    allowed = access.read_access(
+        options["--host"], [options["--allowed-host"]], (), options["--token-env"]
+    )
+
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", host.encode())]}
+    assert allowed.check(scope) is None
+    assert host.endswith(f":{options['--port']}")
+    assert arguments_of("EXPOSE") == [options["--port"]]
 
 
 def test_cpu_target_requires_package_index():
@@ -436,8 +509,9 @@ def test_copied_files_exist():
 def test_installed_packages_are_pinned():
     installs = [line for line in arguments_of("RUN") if "pip install" in line]
 
-    assert len(installs) == 3
-    assert all("-c constraints.txt" in line for line in installs)
+    assert len(installs) == 4
+    for line in installs:
+        assert line.count("pip install") == line.count("-c constraints.txt")
     assert re.findall(r"torch==([\d.]+)\+cpu", " ".join(installs)) == [pins()["torch"]]
     for argument in arguments_of("ARG"):
         name, _, extras = argument.partition("=")

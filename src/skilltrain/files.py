@@ -459,10 +459,10 @@ def shareable(value: Any) -> Any:
     other texts stay as they are.
 
     Args:
-        value: A setting, or a list or map of settings.
+        value: A setting, or a list or map of settings. The keys of a map may be paths, too.
     """
     if isinstance(value, Mapping):
-        return {key: shareable(item) for key, item in value.items()}
+        return {shareable(key): shareable(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [shareable(item) for item in value]
     if not isinstance(value, str):

@@ -27,7 +27,10 @@ from skilltrain.terminal import say
 from skilltrain.texts import printable
 
 RouterFolder = Annotated[
-    Path | None, typer.Option(help="router that `skilltrain fit` or `skilltrain index` wrote")
+    Path | None,
+    typer.Option(
+        help="router that `skilltrain fit` or `skilltrain index` wrote, or hf:OWNER/NAME@REVISION"
+    ),
 ]
 PoolFolder = Annotated[
     Path | None, typer.Option(help="pool, or folder of SKILL.md files, instead of a router")
@@ -59,7 +62,10 @@ AllowedOrigins = Annotated[
     ),
 ]
 ServedRouter = Annotated[
-    Path, typer.Argument(help="folder that `skilltrain fit` or `skilltrain index` wrote")
+    Path,
+    typer.Argument(
+        help="folder that `skilltrain fit` or `skilltrain index` wrote, or hf:OWNER/NAME@REVISION"
+    ),
 ]
 Transport = Annotated[
     Literal["stdio", "http"],
@@ -325,7 +331,8 @@ def _stdio_arguments(
     log: Path | None,
 ) -> list[str]:
     """Return the arguments with which an agent host starts this server from any folder."""
-    arguments = ["serve", str(router.resolve())]
+    # A router that is no folder here is on the Hub: hf:OWNER/NAME.
+    arguments = ["serve", str(router.resolve() if router.exists() else router)]
     for folder in watched_folders:
         arguments += ["--watch", str(folder)]
     for url in allow_server:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import yaml
+from jinja2 import Template
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
@@ -20,7 +21,7 @@ from skilltrain.files import read_json, shareable, write_text
 from skilltrain.models.encoder import EncoderSettings
 from skilltrain.models.reranker import RerankerSettings
 from skilltrain.runs import record_of
-from skilltrain.templates import FIELDS_SEEN
+from skilltrain.templates import FIELDS_SEEN, RerankerTemplate
 
 _TEMPLATE = Path(__file__).parent / "templates" / "card.md.j2"
 # Licences that the Hub accepts, from its documentation.
@@ -38,9 +39,7 @@ class _ModelClass(NamedTuple):
 
 
 _MODEL_CLASSES = {
-    "SentenceTransformer": _ModelClass(
-        "encoder", "sentence-similarity", ["feature-extraction", "text-embeddings-inference"]
-    ),
+    "SentenceTransformer": _ModelClass("encoder", "sentence-similarity", ["feature-extraction"]),
     "MultiVectorEncoder": _ModelClass(
         "encoder", "sentence-similarity", ["multi-vector", "late-interaction"]
     ),
@@ -194,6 +193,13 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         # The user gave this name, so the card lists it without a check.
         data.base_model = published.base_model
     data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
+    data.tags += ["onnx"] if record.form == "onnx" else []
+    # TEI serves vectors of whole texts and scores of pairs, but runs no code of a model.
+    template = record.settings.template
+    is_pair = isinstance(template, RerankerTemplate) and template.form == "pair"
+    brings_code = record.recipe["model"].get("trust_remote_code")
+    if (class_name == "SentenceTransformer" or is_pair) and not brings_code:
+        data.tags.append("text-embeddings-inference")
     # `shareable` removes parent folders from paths, because they may name a user.
     recipe = shareable(record.recipe)
     run_record = record_of(record.run) if record.run else {}
@@ -212,6 +218,18 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         "quoted": repr,
     }
     return f"{ModelCard.from_template(data, str(_TEMPLATE), **variables)}\n"
+
+
+def write_card(file: Path, template: Path, **variables: Any) -> None:
+    """Write the card of a repository that holds no model.
+
+    Args:
+        file: The README.md to write.
+        template: Template of the card, with its front matter.
+        variables: Values by the names that the template uses.
+    """
+    text = Template(template.read_text(encoding="utf-8")).render(variables)
+    write_text(file, f"{text}\n")
 
 
 def rename_model(card: Path, repo: str) -> None:
@@ -257,6 +275,7 @@ def _card_data(
         if result.uses_model
     ]
     # A text such as `models/base` may be the name of a local folder instead of a model on the Hub.
+    base, _, _ = base.partition("@")  # without the revision
     is_on_hub = _HUB_ID.fullmatch(base) and not Path(base).exists()
     return ModelCardData(
         library_name="sentence-transformers",

@@ -1,23 +1,26 @@
-"""Check a model folder and upload it to the Hugging Face Hub."""
+"""Check the files of a model, a router or a data set, and upload them to the Hugging Face Hub."""
 
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
+import pyarrow.parquet as pq
 import torch
+from pyarrow import feather
 from torch import Tensor
 
 from skilltrain.data.screening.secret_keys import looks_random, mask_secret, secret_spans
 from skilltrain.errors import SkilltrainError
+from skilltrain.export.card import Published
 from skilltrain.export.forms import open_model
 from skilltrain.files import read_json
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.loading import CHECKPOINT_FILE
 from skilltrain.models.reranker import Reranker
-from skilltrain.models.saving import listed_files
 from skilltrain.records import Skill
 from skilltrain.terminal import say
 from skilltrain.texts import printable
@@ -33,6 +36,8 @@ _PROBE_SKILLS = (
     Skill("2", "deploy", "Deploy to Kubernetes", "Build the image, then roll it out."),
 )
 _TEXT_SUFFIXES = {".json", ".jinja", ".md", ".txt", ".xml"}
+# Functions that return the content of a file as an Arrow table.
+_TABLE_READERS = {".parquet": pq.read_table, ".arrow": feather.read_table}
 _URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
 _NAMED_KEY = re.compile(  # aws_secret_access_key = KEY, ?api_key=KEY, https://KEY@
     r"(?:(?:secret_access_key|api_?key|(?:access|auth)_token|[?&]token|password)\W{1,8}"
@@ -45,16 +50,74 @@ _HUB_SECONDS = 60.0  # without a response; the Hub needs some time for a large c
 _CONNECT_SECONDS = 10.0
 
 
-def check_folder(folder: Path) -> dict[str, Path]:
-    """Check that a model folder can be published; return its files by name.
+class RepositoryKind(NamedTuple):
+    """Content of a repository that a push writes.
+
+    Attributes:
+        noun: Name of the content, for messages.
+        type: Type of the repository on the Hub.
+        marker: Name of a file that all repositories with this content have. A push overwrites no
+            other repository.
+    """
+
+    noun: str
+    type: Literal["model", "dataset"]
+    marker: str
+
+
+MODEL = RepositoryKind("model", "model", CHECKPOINT_FILE)
+
+
+@dataclass(frozen=True)
+class PushOptions:
+    """How a push writes to a repository.
+
+    Attributes:
+        public: Whether everybody may see the repository.
+        into_existing: Whether to upload into an existing repository that holds only a README.md,
+            which is replaced. If false, such a repository is refused.
+        revision: Existing branch to write to, or a pull request such as `refs/pr/3`. None: main.
+        tag: New tag of the uploaded commit.
+        create_pr: Whether to open a pull request instead of a commit on the branch.
+        no_bodies: Whether to send no bodies of skills.
+        dry_run: Whether to check everything but send nothing.
+    """
+
+    public: bool = False
+    into_existing: bool = False
+    revision: str | None = None
+    tag: str | None = None
+    create_pr: bool = False
+    no_bodies: bool = False
+    dry_run: bool = False
+
+
+def push_files(
+    paths: Mapping[str, Path],
+    published: Published,
+    options: PushOptions,
+    kind: RepositoryKind = MODEL,
+) -> dict[str, Any]:
+    """Upload files to the Hub, unless a text or a table among them holds a secret.
+
+    Args:
+        paths: Files by their name in the repository. One of them is README.md.
+        published: Name of the repository on the Hub.
+        options: How to write to the repository.
+        kind: Content of the repository.
+
+    Returns:
+        `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
 
     Raises:
-        SkilltrainError: The model would not work elsewhere, or a file holds a secret.
+        SkilltrainError: A file holds a secret, or the Hub refuses the upload.
     """
-    check_round_trip(folder)
-    paths = {name: folder / name for name in listed_files(folder)}
+    assert published.repo is not None
     _check_no_secret(paths)
-    return paths
+    sizes = {name: path.stat().st_size for name, path in paths.items()}
+    card = paths["README.md"].read_text(encoding="utf-8")
+    url = None if options.dry_run else upload(paths, published.repo, options, kind)
+    return {"url": url, "files": sizes, "card": card}
 
 
 @torch.inference_mode()
@@ -134,48 +197,59 @@ def _plain_outputs(model: Encoder | Reranker, folder: str, is_multi_vector: bool
 
 
 def _check_no_secret(paths: Mapping[str, Path]) -> None:
-    """Raise SkilltrainError for the first text file that contains a likely key or password."""
+    """Raise SkilltrainError for the first text that contains a likely key or password.
+
+    Args:
+        paths: Files by their name in the repository. Weights and vectors hold no text.
+    """
     for name, path in paths.items():
-        # Other files, such as weights, hold no text that somebody wrote.
-        if path.suffix not in _TEXT_SUFFIXES:
-            continue
-        text = path.read_text(encoding="utf-8")
-        # A span is the start and the end of a likely secret in the text.
-        spans = list(secret_spans(text))  # keys, tokens, and database URLs with a password
-        spans += [match.span() for match in _URL_PASSWORD.finditer(text)]
-        named_keys = _NAMED_KEY.finditer(text)
-        spans += [match.span("key") for match in named_keys if looks_random(match["key"])]
-        if spans:
-            start, end = spans[0]
-            problem = f"holds what looks like a secret: {mask_secret(text[start:end])}"
-            fix = "remove it from the recipe, and revoke it; nothing was sent"
-            raise SkilltrainError("secret-found", problem, where=name, fix=fix)
+        for number, text in enumerate(_texts_in(path), 1):
+            # A span is the start and the end of a likely secret in the text.
+            spans = list(secret_spans(text))  # keys, tokens, and database URLs with a password
+            spans += [match.span() for match in _URL_PASSWORD.finditer(text)]
+            named_keys = _NAMED_KEY.finditer(text)
+            spans += [match.span("key") for match in named_keys if looks_random(match["key"])]
+            if spans:
+                start, end = spans[0]
+                where = name if path.suffix in _TEXT_SUFFIXES else f"{name}, row {number}"
+                problem = f"holds what looks like a secret: {mask_secret(text[start:end])}"
+                fix = "remove it from the recipe or the data, and revoke it; nothing was sent"
+                raise SkilltrainError("secret-found", problem, where=where, fix=fix)
 
 
-def upload(paths: Mapping[str, Path], repo: str, public: bool, may_replace_readme: bool) -> str:
-    """Upload a model in one commit, which also deletes all other files of the repository.
+def _texts_in(path: Path) -> Iterator[str]:
+    """Yield the text of a file, or a text for each row of a table. Other files hold none."""
+    if path.suffix in _TEXT_SUFFIXES:
+        yield path.read_text(encoding="utf-8")
+    elif path.suffix in _TABLE_READERS:
+        for row in _TABLE_READERS[path.suffix](path).to_pylist():
+            yield "\n".join(map(str, row.values()))
 
-    An earlier model of skilltrain in the repository is replaced.
+
+def upload(
+    paths: Mapping[str, Path], repo: str, options: PushOptions, kind: RepositoryKind = MODEL
+) -> str:
+    """Upload files in one commit, which also deletes all other files of the repository.
+
+    A repository that does not exist is created. Earlier content of the same kind is replaced.
 
     Args:
         paths: Files by their name in the repository.
-        repo: Name on the Hub, OWNER/NAME. The repository is created if it does not exist.
-        public: Whether everybody may see the repository.
-        may_replace_readme: Whether to upload to an existing repository that holds nothing but a
-            README.md, which is replaced. If false, such a repository is refused.
+        repo: Name on the Hub, OWNER/NAME.
+        options: How to write to the repository.
+        kind: Content of the repository.
 
     Returns:
-        URL of the repository.
+        URL of the repository, or of the new pull request.
 
     Raises:
-        SkilltrainError: The repository holds something else than a model of skilltrain, or the Hub
+        SkilltrainError: The repository holds something else, or has no such revision, or the Hub
             refuses the upload or does not answer.
     """
     from huggingface_hub import (
         CommitOperationAdd,
         CommitOperationDelete,
         HfApi,
-        get_token,
         set_client_factory,
     )
     from huggingface_hub.utils import logging
@@ -183,29 +257,46 @@ def upload(paths: Mapping[str, Path], repo: str, public: bool, may_replace_readm
     set_client_factory(_limited_client)
     logging.set_verbosity_error()  # the client's log may hold the token
     api = HfApi(library_name="skilltrain")
-    url = f"{api.endpoint}/{repo}"
+    folder = "datasets/" if kind.type == "dataset" else ""
+    url = f"{api.endpoint}/{folder}{repo}"
+    step = "upload"
     try:
         with warnings.catch_warnings(action="ignore"):  # a warning may hold the token
-            old_names = _open_repository(api, repo, public, may_replace_readme)
+            old_names = _open_repository(api, repo, options, kind)
             say(f"{url}: uploading")
             # upload_folder would split many files into several commits.
             changes = [CommitOperationAdd(name, path) for name, path in paths.items()]
             changes += [CommitOperationDelete(name) for name in sorted(old_names.difference(paths))]
-            api.create_commit(repo, changes, commit_message="Upload a model of skilltrain")
+            commit = api.create_commit(
+                repo,
+                changes,
+                commit_message=f"Upload a {kind.noun} of skilltrain",
+                repo_type=kind.type,
+                revision=options.revision,
+                create_pr=options.create_pr,
+            )
+            if options.tag:
+                step = "tag the uploaded files"
+                api.create_tag(repo, tag=options.tag, revision=commit.oid, repo_type=kind.type)
     except SkilltrainError:
         raise
     except Exception as error:  # the client may raise anything
-        message = getattr(error, "server_message", None) or str(error) or type(error).__name__
-        token = get_token()
-        if token:
-            message = message.replace(token, "[key]")
-        problem = f"cannot upload: {printable(message, 200)}"
-        fix = (
-            "HF_TOKEN must be a token that may write there; else try again: nothing is half-written"
-        )
         # `from None`, because --debug would show the token.
-        raise SkilltrainError("upload-failed", problem, where=repo, fix=fix) from None
-    return url
+        raise _refusal(error, step, repo) from None
+    return commit.pr_url or url
+
+
+def _refusal(error: Exception, step: str, repo: str) -> SkilltrainError:
+    """Return the error for a Hub that refuses a step, such as `upload`, without the token."""
+    from huggingface_hub import get_token
+
+    message = getattr(error, "server_message", None) or str(error) or type(error).__name__
+    token = get_token()
+    if token:
+        message = message.replace(token, "[key]")
+    problem = f"cannot {step}: {printable(message, 200)}"
+    fix = "HF_TOKEN must be a token that may write there, and --revision must exist; else try again"
+    return SkilltrainError("upload-failed", problem, where=repo, fix=fix)
 
 
 def _limited_client() -> Any:
@@ -221,46 +312,68 @@ def _limited_client() -> Any:
     return client
 
 
-def _open_repository(api: Any, repo: str, public: bool, may_replace_readme: bool) -> set[str]:
+def _open_repository(api: Any, repo: str, options: PushOptions, kind: RepositoryKind) -> set[str]:
     """Create a repository, or check an existing one, and return the names of its files.
 
     Args:
         api: `HfApi` of huggingface_hub.
         repo: Name on the Hub, OWNER/NAME.
-        public: Whether the repository must be public, or else private.
-        may_replace_readme: Whether a repository that holds nothing but a README.md may be
-            overwritten.
+        options: How to write to the repository.
+        kind: Content of the repository.
 
     Raises:
-        SkilltrainError: The repository holds something else than a model of skilltrain, or its
-            visibility is another one.
+        SkilltrainError: The repository holds something else, has another visibility, or has the tag
+            already.
     """
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
 
     try:
-        info = api.model_info(repo, timeout=_HUB_SECONDS)
+        info = api.repo_info(
+            repo, revision=options.revision, repo_type=kind.type, timeout=_HUB_SECONDS
+        )
     except GatedRepoError:  # a kind of RepositoryNotFoundError, but the repository exists
         raise
     except RepositoryNotFoundError:
-        api.create_repo(repo, private=not public)
+        # A new repository has only the branch main, so a push to another one would fail.
+        if options.revision:
+            raise
+        api.create_repo(repo, repo_type=kind.type, private=not options.public)
         return set()
 
     # The Hub itself puts .gitattributes into each new repository.
     names = {file.rfilename for file in info.siblings or ()} - {".gitattributes"}
-    if names == {"README.md"} and not may_replace_readme:
+    _check_repository(names, info.private, repo, options, kind)
+    if options.tag:
+        refs = api.list_repo_refs(repo, repo_type=kind.type)
+        if options.tag in {ref.name for ref in refs.tags}:
+            problem = f"the repository has the tag {options.tag} already"
+            raise SkilltrainError("tag-exists", problem, where=repo, fix="choose another --tag")
+    return names
+
+
+def _check_repository(
+    names: set[str], is_private: bool, repo: str, options: PushOptions, kind: RepositoryKind
+) -> None:
+    """Raise SkilltrainError if an existing repository must not be written.
+
+    Args:
+        names: Names of its files.
+        is_private: Whether only its owner may see it.
+        repo: Name on the Hub, OWNER/NAME.
+        options: How to write to the repository.
+        kind: Content that is to be uploaded.
+    """
+    if names == {"README.md"} and not options.into_existing:
         problem = "the repository exists and holds a README.md"
         fix = "add --into-existing to replace it, or choose another --repo"
         raise SkilltrainError("repository-taken", problem, where=repo, fix=fix)
-    # Every model of skilltrain has a CHECKPOINT_FILE. Other repositories must not be overwritten.
-    if names - {"README.md"} and CHECKPOINT_FILE not in names:
-        problem = "the repository is taken: it holds something else than a model of skilltrain"
+    if names - {"README.md"} and kind.marker not in names:
+        problem = (
+            f"the repository is taken: it holds something else than a {kind.noun} of skilltrain"
+        )
         raise SkilltrainError("repository-taken", problem, where=repo, fix="choose another --repo")
-    if public and info.private:
-        problem = "the repository is private, and stays so"
-        fix = "make it public on its page, or push without --public"
+    if options.public == is_private:
+        visibility = "private" if is_private else "public"
+        problem = f"the repository is {visibility}, and stays so"
+        fix = "change it on its page, or add or leave out --public"
         raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
-    if not public and not info.private:
-        problem = "the repository is public"
-        fix = "add --public, or choose another --repo"
-        raise SkilltrainError("repository-visibility", problem, where=repo, fix=fix)
-    return names

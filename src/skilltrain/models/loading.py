@@ -34,7 +34,7 @@ Precision = Literal["auto", "float32", "bfloat16"]
 
 _WEIGHTS_FILE = "model.safetensors"
 _INDEX_FILE = "model.safetensors.index.json"
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")  # owner/name
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # owner/name or owner/name@revision
 
 # Files to download from the Hub. Weights in subfolders or of other formats are not used.
 _SETTINGS_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
@@ -72,7 +72,8 @@ class ModelConfig(Config):
     """Settings that select a model, common to encoders and rerankers."""
 
     source: ModelSource = Field(
-        description="folder, Hub id owner/name, or package:NAME (a package that ships a model)"
+        description="folder, Hub id owner/name or owner/name@revision, or package:NAME (a package "
+        "that ships a model)"
     )
     fields: SkillFields | None = Field(
         default=None, description=f"skill fields it sees, instead of its template's; {SEEN}"
@@ -87,8 +88,8 @@ def resolve_model(source: str, weights: bool = True, code: bool = False) -> Path
     """Return the folder of a model, and download the model from the Hub if necessary.
 
     Args:
-        source: A folder, a Hub id owner/name, or package:NAME, which is the folder `model` of an
-            installed package.
+        source: A folder, a Hub id owner/name or owner/name@revision, or package:NAME, which is the
+            folder `model` of an installed package.
         weights: Whether to download the weights too, or only the settings and the tokenizer.
         code: Whether to download the model's Python code too.
 
@@ -116,15 +117,22 @@ def model_fingerprint(source: str) -> str:
     """Return a SHA-256 over the files of a model. Other files in its folder do not count."""
     folder = resolve_model(source)
     digest = hashlib.sha256()
+    for file in model_files(folder):
+        name = file.relative_to(folder).as_posix()
+        digest.update(f"{name} {fingerprint(file)}".encode())
+    return digest.hexdigest()
+
+
+def model_files(folder: Path) -> list[Path]:
+    """Return the files in a folder that belong to its model, in order of their names."""
+    files = []
     for file in sorted(folder.rglob("*")):
-        if file.suffix not in _MODEL_SUFFIXES:
-            continue
         name = file.relative_to(folder).as_posix()
         # A training run writes its record and its checkpoints to the model's folder.
         belongs_to_training_run = name == _RUN_FILE or name.startswith("checkpoints")
-        if not belongs_to_training_run:
-            digest.update(f"{name} {fingerprint(file)}".encode())
-    return digest.hexdigest()
+        if file.suffix in _MODEL_SUFFIXES and not belongs_to_training_run:
+            files.append(file)
+    return files
 
 
 def _package_folder(source: str) -> Path:
@@ -151,7 +159,7 @@ def _download(source: str, weights: bool, code: bool) -> Path:
     """Download a model from the Hub, or find it in the cache, and return its folder.
 
     Args:
-        source: Hub id owner/name.
+        source: Hub id owner/name or owner/name@revision.
         weights: Whether to download the weights too. Settings and tokenizer are always downloaded.
         code: Whether to download the model's Python code too.
 
@@ -164,29 +172,30 @@ def _download(source: str, weights: bool, code: bool) -> Path:
     patterns = [*_SETTINGS_PATTERNS]
     patterns += ["*.safetensors"] if weights else []
     patterns += ["*.py"] if code else []
-    folder = _download_files(source, patterns)
+    folder = download_files(source, patterns, _UNUSED_PATTERNS)
 
     # Offline, some files may be missing in the cache, and a missing settings file would change the
     # results. If the cache has a list of the model's files, `snapshot_download` has compared the
     # files with this list already. So only find out whether there is a list, and warn if not.
     try:
-        get_cached_repo_tree(source)
+        get_cached_repo_tree(source.partition("@")[0], revision=folder.name)
     except CachedRepoTreeNotFoundError:
         say(f"{source}: cannot ask the Hub which files the model has; using those in the cache")
-    # Remember the version for the record of the run. The folder has the commit's hash as its name.
-    HUB_REVISIONS[source] = folder.name
     return folder
 
 
-def _download_files(source: str, patterns: list[str]) -> Path:
-    """Download the files of a model that match the patterns, and return their folder.
+def download_files(source: str, patterns: list[str], unused_patterns: list[str]) -> Path:
+    """Download files of a repository of models, or find them in the cache; return their folder.
 
     Args:
-        source: Hub id owner/name.
-        patterns: Patterns of file names, such as `*.json`.
+        source: Hub id owner/name or owner/name@revision.
+        patterns: Patterns of the names of files to download, such as `*.json`. A star also stands
+            for folders.
+        unused_patterns: Patterns of the names of files that are left out nevertheless.
 
     Raises:
-        SkilltrainError: `source` is no Hub id, or neither the Hub nor the cache has the model.
+        SkilltrainError: `source` is no Hub id, or neither the Hub nor the cache has the repository
+            with this revision.
     """
     import httpx2
     from huggingface_hub import snapshot_download
@@ -194,9 +203,13 @@ def _download_files(source: str, patterns: list[str]) -> Path:
     from huggingface_hub.utils import disable_progress_bars
 
     disable_progress_bars()
+    name, _, revision = source.partition("@")
     try:
         folder = snapshot_download(
-            source, allow_patterns=patterns, ignore_patterns=_UNUSED_PATTERNS
+            name,
+            revision=revision or None,
+            allow_patterns=patterns,
+            ignore_patterns=unused_patterns,
         )
     except HFValidationError as error:
         raise SkilltrainError(
@@ -204,8 +217,10 @@ def _download_files(source: str, patterns: list[str]) -> Path:
         ) from error
     except (OSError, ValueError, httpx2.HTTPError) as error:
         reason = printable(str(error), 300)
-        fault = f"cannot load the model, neither from the cache nor from the Hub: {reason}"
+        fault = f"cannot be loaded, neither from the cache nor from the Hub: {reason}"
         raise SkilltrainError("download-failed", fault, where=source) from error
+    # Remember the version for the record of the run. The folder has the commit's hash as its name.
+    HUB_REVISIONS[source] = Path(folder).name
     return Path(folder)
 
 

@@ -32,6 +32,7 @@ from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import (
     FileStamp,
+    cache_folder,
     file_stamps,
     fingerprint,
     path_inside,
@@ -51,12 +52,13 @@ POINTER = "router.json"
 RECORD = "index.json"
 SKILLS_FILE = "skills.arrow"
 KEYS_FILE = "keys.npy"
+DOWNLOADS = "routers"  # name of the user's cache of routers from the Hub
 MAX_HASHED_BYTES = 256 * 2**20  # larger files hold token vectors, and hashing them takes seconds
 # The folder of a generation with its number, finished (index-3) or not (.index-3.partial).
 _GENERATION_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")
 _RUN_AGAIN = "run skilltrain index again"
 _MAKE_AGAIN = "make it again with skilltrain fit, or skilltrain index pool=… rankers=… out=…"
-_LOCAL = "local:"  # prefix of the keys of local.json
+LOCAL_PREFIX = "local:"  # prefix of the keys of local.json
 _PATH_SETTINGS = ("source", "cache")  # settings of rankers that may be paths
 AllowedServers = Annotated[
     tuple[str, ...], Field(description="servers that the router's rankers may send texts to")
@@ -160,7 +162,7 @@ class IndexRecord(Config):
 
     def system(self, router: Path) -> SystemConfig:
         """Return the rankers, with the paths that they have in the folder `router`."""
-        rankers = _change_paths(self.rankers, partial(_from_stored_path, router))
+        rankers = _change_paths(self.rankers, partial(from_stored_path, router))
         return validate(SystemConfig, {"name": "router", "rankers": rankers}, router)
 
 
@@ -251,7 +253,16 @@ class Index(RouterState):
 
         Args:
             skills: All skills that the router is to have.
+
+        Raises:
+            SkilltrainError: The router was downloaded from the Hub.
         """
+        router = self.folder.parent
+        # A change would stay in the cache, and the next user of the revision would get it.
+        if router.parent == cache_folder(DOWNLOADS):
+            problem = "is a downloaded router, which is not changed"
+            fix = "copy the folder, and use the copy"
+            raise SkilltrainError("conflicting-settings", problem, where=router, fix=fix)
         # The skills of the index are in the order of the sources.
         source_by_id: dict[str, Path] = {}
         skill_ids = iter(self.skills)
@@ -268,7 +279,7 @@ class Index(RouterState):
     @property
     def watched(self) -> list[Path]:
         """Folders that `serve` watches."""
-        return [Path(_from_stored_path(self.folder.parent, name)) for name in self.record.watched]
+        return [Path(from_stored_path(self.folder.parent, name)) for name in self.record.watched]
 
     def is_current(self) -> bool:
         """Return whether the router still uses this generation, and no file of it has changed."""
@@ -279,7 +290,7 @@ class Index(RouterState):
         """Raise SkilltrainError if a model has changed since the index was made."""
         for stored_path, old_fingerprint in self.record.models.items():
             # The record stores paths in a form that does not depend on this machine.
-            source = _from_stored_path(self.folder.parent, stored_path)
+            source = from_stored_path(self.folder.parent, stored_path)
             if model_fingerprint(source) != old_fingerprint:
                 problem = f"is of another model: {source} has changed"
                 raise SkilltrainError("changed-model", problem, where=self.folder, fix=_RUN_AGAIN)
@@ -382,7 +393,7 @@ def _load_generation(folder: Path) -> Index:
     # The record may have been edited, so it is checked here too.
     if record.calibration and not _has_calibrated_rankers(system, record.calibration):
         raise ValueError("its calibration is of other rankers")
-    sources = [Path(_from_stored_path(router, name)) for name in record.sources]
+    sources = [Path(from_stored_path(router, name)) for name in record.sources]
     # The table is not memory-mapped: a process crashes when a mapped file is cut.
     table = feather.read_table(folder / SKILLS_FILE, memory_map=False)
     skills = StoredSkills(table, _roots_of_skills(record, sources))
@@ -400,7 +411,7 @@ def _load_generation(folder: Path) -> Index:
     if len(counts) > 1:
         raise ValueError("its parts are of different pools")
 
-    pool = Path(_from_stored_path(router, record.pool))
+    pool = Path(from_stored_path(router, record.pool))
     return Index(system, skills, sources, pool, folder, record, keys, stored_parts, stamp)
 
 
@@ -446,7 +457,7 @@ def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path 
     """
     roots: list[Path | None] = []
     for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
-        is_local_key = name.startswith(_LOCAL)
+        is_local_key = name.startswith(LOCAL_PREFIX)
         is_in_router = name.startswith("./")
         root = source if is_local_key or is_in_router else None
         roots += [root] * num_skills
@@ -560,18 +571,18 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
 
     # The hash tells paths with the same last part apart.
     digest = hashlib.sha256(os.fsencode(path)).hexdigest()[:12]
-    key = f"{_LOCAL}{path.name}-{digest}"
+    key = f"{LOCAL_PREFIX}{path.name}-{digest}"
     local_paths[key] = str(path)
     return key
 
 
-def _from_stored_path(router: Path, stored_path: str) -> str:
+def from_stored_path(router: Path, stored_path: str) -> str:
     """Return the path that `_to_stored_path` stored.
 
     A key that `local.json` lacks is read as the name of a file in the router's folder. Raises
     SkilltrainError for a path that leads out of the folder.
     """
-    if stored_path.startswith(_LOCAL):
+    if stored_path.startswith(LOCAL_PREFIX):
         stored_path = read_local(router).get(stored_path, f"./{stored_path}")
     if not stored_path.startswith("./"):
         return stored_path

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from skilltrain.arguments import path_of, wrong_argument
+from skilltrain.arguments import wrong_argument
 from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.data.screening import Flag, screen
 from skilltrain.errors import SkilltrainError
@@ -23,6 +23,7 @@ from skilltrain.retrieval.nearest import PoolRanker, VectorIndex
 from skilltrain.retrieval.rankers import flatten_rankers, name_rankers
 from skilltrain.serving.answer import Answer, Calibrator, Explanation, RoutedSkill, Trace
 from skilltrain.serving.filters import Filters
+from skilltrain.serving.hub import local_router
 from skilltrain.serving.index import Contents, Index, RouterState, check_servers
 from skilltrain.serving.indexing import check_rankers, open_model, write_index
 from skilltrain.texts import clean_text
@@ -189,14 +190,14 @@ class Router:
         """Open the router that `fit` or `index` wrote into `folder`.
 
         Args:
-            folder: Folder of the router.
+            folder: Folder of the router, or `hf:OWNER/NAME` or `hf:OWNER/NAME@REVISION` on the Hub.
             allow_servers: URLs of servers that the router's rankers may send texts to.
 
         Raises:
             SkilltrainError: There is no router, its files are incomplete or damaged, a model has
                 changed, or a ranker uses a server that is not in `allow_servers`.
         """
-        index = Index.open(path_of(folder, "folder"))
+        index = Index.open(local_router(folder))
         check_servers(index.system, allow_servers, index.folder.parent)
         # `__init__` would read skills and open rankers, so it is not called.
         router = cls.__new__(cls)

@@ -10,11 +10,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.export import Form
 from skilltrain.export.card import Published, RunRecord, model_card, rename_model
 from skilltrain.export.forms import open_model, write_form
-from skilltrain.export.push import check_folder, upload
+from skilltrain.export.push import PushOptions, check_round_trip, push_files
 from skilltrain.files import staged_folder, write_text
 from skilltrain.formats import RUN as RUN_FORMAT
 from skilltrain.models.loading import CHECKPOINT_FILE
-from skilltrain.models.saving import copy_model
+from skilltrain.models.saving import copy_model, listed_files
 from skilltrain.runs import CHECKPOINTS, RECIPE_FILE, RUN_FILE, record_of
 from skilltrain.stage import load_stage
 from skilltrain.texts import shorten
@@ -137,9 +137,7 @@ def push_model(
     run: Path,
     published: Published,
     form: Form | None = None,
-    public: bool = False,
-    into_existing: bool = False,
-    dry_run: bool = False,
+    options: PushOptions = PushOptions(),  # noqa: B008
 ) -> dict[str, Any]:
     """Upload a model to the repository `published.repo` on the Hub.
 
@@ -149,10 +147,7 @@ def push_model(
         run: Folder of a finished training run, or one that `export_run` wrote.
         published: Facts for the model card that the run does not know.
         form: Form of the model, if not the one that training saves.
-        public: Whether the repository is public.
-        into_existing: Whether to upload into an existing repository that holds only a README.md.
-            The README.md is replaced.
-        dry_run: Whether to check everything but send nothing.
+        options: How to write to the repository.
 
     Returns:
         `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
@@ -176,11 +171,9 @@ def push_model(
         else:
             copy_model(run, folder)
             rename_model(folder / "README.md", published.repo)
-        paths = check_folder(folder)
-        sizes = {name: path.stat().st_size for name, path in paths.items()}
-        card = paths["README.md"].read_text(encoding="utf-8")
-        url = None if dry_run else upload(paths, published.repo, public, into_existing)
-    return {"url": url, "files": sizes, "card": card}
+        check_round_trip(folder)
+        paths = {name: folder / name for name in listed_files(folder)}
+        return push_files(paths, published, options)
 
 
 def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> None:

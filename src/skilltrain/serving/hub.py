@@ -1,0 +1,125 @@
+"""Routers on the Hugging Face Hub: push the folder of a router, and download it again."""
+
+import shutil
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from skilltrain.arguments import path_of
+from skilltrain.data.pool.read import HF_PREFIX
+from skilltrain.errors import SkilltrainError
+from skilltrain.export.card import Published, write_card
+from skilltrain.export.push import PushOptions, RepositoryKind, push_files
+from skilltrain.files import LOCAL_FILE, cache_folder, staged_folder, write_text
+from skilltrain.models.loading import download_files, model_files
+from skilltrain.serving.index import (
+    DOWNLOADS,
+    LOCAL_PREFIX,
+    POINTER,
+    RECORD,
+    Index,
+    current_generation,
+    from_stored_path,
+)
+from skilltrain.terminal import say
+
+_ROUTER = RepositoryKind("router", "model", POINTER)
+_CARD = Path(__file__).with_name("router_card.md.j2")
+# Files of routers and of their models. Only formats that cannot run code are downloaded. The file
+# tokens.bin holds plain numbers: the vectors of tokens.
+_PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.arrow", "*.npy"]
+_PATTERNS += ["index-*/part-*/tokens.bin"]
+
+
+def push_router(router: Path, published: Published, options: PushOptions) -> dict[str, Any]:
+    """Upload a router with its models and a card to the repository `published.repo` on the Hub.
+
+    Args:
+        router: Folder of the router.
+        published: Name and licence of the repository.
+        options: How to write to the repository.
+
+    Returns:
+        `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
+
+    Raises:
+        SkilltrainError: The router or one of its models is damaged, a skill holds a secret, or the
+            Hub refuses the upload.
+    """
+    index = Index.open(router)
+    index.check_models()
+    # Without the bodies, rerankers would fail. The indexes hold the words of the bodies, too.
+    if options.no_bodies and any(skill.body for skill in index.skills.values()):
+        problem = "its skills have bodies, and its indexes hold their words"
+        fix = "make a router of a pool without bodies"
+        raise SkilltrainError("private-bodies", problem, where=router, fix=fix)
+    with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
+        paths = _collect_files(index, Path(scratch))
+        paths["README.md"] = Path(scratch, "README.md")
+        write_card(
+            paths["README.md"],
+            _CARD,
+            published=published,
+            record=index.record,
+            licenses=Counter(skill.license for skill in index.skills.values()),
+        )
+        return push_files(paths, published, options, _ROUTER)
+
+
+def _collect_files(index: Index, scratch: Path) -> dict[str, Path]:
+    """Return the files of a router by their name in a repository.
+
+    Models outside the router's folder get a folder in `models`. The file of absolute paths,
+    local.json, is left out.
+
+    Args:
+        index: Current generation of the router.
+        scratch: Temporary folder, for files that differ from those of the router.
+    """
+    router = index.folder.parent
+    generation = index.folder.name
+    paths = {POINTER: router / POINTER}
+    for name in index.record.files:
+        paths[f"{generation}/{name}"] = index.folder / name
+    record = (index.folder / RECORD).read_text(encoding="utf-8")
+    for stored_path in index.record.models:
+        if not stored_path.startswith(("./", LOCAL_PREFIX)):
+            continue  # the model is in a package or on the Hub
+        # For example, `local:encoder-1a2b` becomes `models/encoder-1a2b`.
+        name = stored_path.removeprefix("./").replace(LOCAL_PREFIX, "models/")
+        record = record.replace(f'"{stored_path}"', f'"./{name}"')
+        folder = Path(from_stored_path(router, stored_path))
+        for file in model_files(folder):
+            paths[f"{name}/{file.relative_to(folder).as_posix()}"] = file
+
+    paths[f"{generation}/{RECORD}"] = scratch / RECORD
+    write_text(scratch / RECORD, record)
+    return paths
+
+
+def local_router(source: Path | str) -> Path:
+    """Return the folder of a router. A router on the Hub is downloaded first.
+
+    Args:
+        source: Folder, or `hf:OWNER/NAME`, which `@REVISION` may follow.
+
+    Raises:
+        SkilltrainError: The repository has no such revision or holds no router, or neither the Hub
+            nor the cache has it.
+    """
+    reference = str(source)
+    if not reference.startswith(HF_PREFIX):
+        return path_of(source, "folder")
+    snapshot = download_files(reference.removeprefix(HF_PREFIX), _PATTERNS, [])
+    current_generation(snapshot)  # raises an error if the repository holds no router
+    # The hash of the commit is the name of the folder.
+    say(f"{source}: commit {snapshot.name}")
+    folder = cache_folder(DOWNLOADS) / snapshot.name
+    # The Hub's cache holds links to files elsewhere, which a router must not have. So copy them.
+    if not folder.exists():
+        with staged_folder(folder) as staged:
+            # With a local.json of its own, a router could name any folder of this machine.
+            ignore = shutil.ignore_patterns(LOCAL_FILE)
+            shutil.copytree(snapshot, staged, ignore=ignore, dirs_exist_ok=True)
+    return folder
