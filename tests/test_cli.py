@@ -155,6 +155,10 @@ FAULTS = [  # command, part of the error
         "train {tmp}/reranker.yaml training.varlen=true",
         "varlen is for encoders; a causal reranker never pads",
     ),
+    (
+        "train {tmp}/reranker.yaml training.two_pass=true",
+        "two_pass is for encoders; the lists of a reranker do not share a loss",
+    ),
     # The output folder.
     (TRAIN + "out={tmp}/foreign", "{tmp}/foreign: the output folder is not empty and holds no run"),
     (

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from unittest.mock import patch
@@ -135,6 +136,20 @@ def test_recomputed_layers_have_same_dropout(
         if isinstance(step, RerankerStep):
             add_adapter(step.model.network, AdapterConfig(rank=4, dropout=0.3))
         results.append(loss_and_gradients(step.train()))
+
+    (expected_loss, expected), (loss, gradients) = results
+    assert loss == pytest.approx(expected_loss, rel=1e-6)
+    for key, gradient in expected.items():
+        assert torch.allclose(gradients[key], gradient, atol=1e-5), key
+
+
+def test_two_passes_have_same_dropout(model_folders: dict[str, Path]):
+    results = []
+    for two_pass in (False, True):
+        step = encoder_step(model_folders["bert_dropout"], DEVICES[1])
+        step.settings = replace(step.settings, two_pass=two_pass)
+        torch.manual_seed(3)
+        results.append(loss_and_gradients(step))
 
     (expected_loss, expected), (loss, gradients) = results
     assert loss == pytest.approx(expected_loss, rel=1e-6)

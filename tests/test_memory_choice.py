@@ -90,6 +90,26 @@ def test_half_the_token_budget_lowers_the_peak(step):
     assert half < whole
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_two_passes_need_memory_of_a_micro_batch(step, recompute):
+    step.settings = StepSettings(512, recompute, two_pass=True)
+    lists = step.data.lists
+
+    whole = activation_bytes(step, lists, bytes_per_token=1000.0)
+
+    half = activation_bytes(step, lists[: NUM_LISTS // 2], bytes_per_token=1000.0)
+    assert whole == pytest.approx(half, rel=0.1)
+
+
+def test_ranks_share_no_micro_batch(step, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    step.settings = StepSettings(2048, two_pass=True)
+    bytes_per_token = layer_bytes(step.model.network, torch.float32)
+    limit = activation_bytes(step, step.data.lists, bytes_per_token) - 1
+
+    assert choose(step, monkeypatch, limit) == (True, 2048)
+
+
 def test_cpu_recomputes_although_more_memory_is_available(step, monkeypatch):
     monkeypatch.setattr(memory, "_MAX_CPU_BYTES", 1)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from faults import raises
-from skilltrain.losses import InfoNCE, ListwiseCE
+from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE, Matryoshka
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.training import steps
 from skilltrain.training.steps import (
@@ -204,6 +204,60 @@ def test_varlen_changes_no_gradient(open_encoder_of):
     assert loss.item() == pytest.approx(padded_loss.item(), abs=1e-9)
     for name, gradient in gradients(encoder, loss).items():
         assert torch.allclose(gradient, expected[name], atol=1e-6)
+
+
+TWO_PASS_CASES = [
+    # The model has dropout.
+    ("bert_dropout", {"late_interaction": LateInteraction()}, 1e-12),
+    ("bert_dropout", {"in_batch_mask": "none", "recompute": True}, 1e-12),
+    # Norms of Qwen3 compute in float32.
+    ("qwen3", {"varlen": True}, 1e-7),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "tolerance"), TWO_PASS_CASES)
+def test_two_passes_equal_one(open_encoder_of, name, options, tolerance):
+    data = training_set(8)
+    results = []
+    for two_pass in (False, True):
+        encoder = open_encoder_of(name).double()
+        settings = StepSettings(60, two_pass=two_pass, **options)
+        step = EncoderStep(encoder, Matryoshka(dims=(8, 32)), data, settings).train()
+        torch.manual_seed(3)
+        loss = step(data.lists)
+        results.append((loss.item(), gradients(encoder, loss)))
+
+    (expected_loss, expected), (loss, two_pass_gradients) = results
+    assert loss == pytest.approx(expected_loss, rel=1e-12)
+    assert two_pass_gradients.keys() == expected.keys()
+    for key, gradient in expected.items():
+        assert torch.allclose(two_pass_gradients[key], gradient, rtol=0, atol=tolerance)
+
+
+def saved_bytes(step, lists):
+    """Return the bytes of the tensors that a forward pass keeps for the backward pass."""
+    sizes = {}
+
+    def record(tensor):
+        sizes[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
+        loss = step(lists)
+    loss.backward()
+    return sum(sizes.values())
+
+
+def test_two_passes_keep_no_activations(open_encoder_of):
+    data = training_set(16, num_skills=80)
+    encoder = open_encoder_of("bert")
+    one_pass = EncoderStep(encoder, InfoNCE(), data, StepSettings(200)).train()
+    two_passes = EncoderStep(encoder, InfoNCE(), data, StepSettings(200, two_pass=True)).train()
+
+    ratio = saved_bytes(two_passes, data.lists) / saved_bytes(one_pass, data.lists)
+
+    # The vectors and their cosines are left.
+    assert ratio < 0.02
 
 
 def test_varlen_needs_a_causal_model(open_encoder_of):

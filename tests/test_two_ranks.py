@@ -12,7 +12,7 @@ import two_ranks
 from skilltrain.distributed import gather_rows, rank_and_world
 from skilltrain.training.checkpoint import checkpoints
 from small_library import forget_ranks
-from two_ranks import CASES, HAS_DEEPSPEED, last_checkpoint
+from two_ranks import CASES, HAS_DEEPSPEED, TWO_PASS_CASES, last_checkpoint
 
 pytestmark = pytest.mark.usefixtures("fresh_accelerate")
 
@@ -102,6 +102,25 @@ def test_two_ranks_equal_one_process(launch, model_folders, tmp_path, kind):
     _, root = launch
 
     check_case(kind, model_folders[CASES[kind].folder], root / kind, tmp_path)
+
+
+@pytest.mark.parametrize("kind", TWO_PASS_CASES)
+def test_two_passes_have_gradients_of_one(launch, kind):
+    if not two_ranks.can_run(kind):
+        pytest.skip("a package is not installed")
+    results, _ = launch
+
+    differences = [result["two_passes"][kind][0] for result in results]
+
+    assert max(differences) < TWO_PASS_CASES[kind].tolerance
+
+
+def test_two_passes_exchange_gradients_once(launch):
+    results, _ = launch
+
+    num_exchanges = [result["two_passes"]["ddp encoder"][1] for result in results]
+
+    assert num_exchanges == [1, 1]
 
 
 def test_one_process_resumes_two_ranks(launch, model_folders, tmp_path):

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -16,11 +17,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from skilltrain.distributed import made_by_first_rank, rank_and_world
 from skilltrain.errors import SkilltrainError
-from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE
+from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE, Matryoshka
 from skilltrain.metrics.measures import Relevance
 from skilltrain.models.adapters import AdapterConfig, add_adapter, quantizing_options
 from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -32,7 +35,7 @@ from skilltrain.training import engine, memory
 from skilltrain.training.checkpoint import checkpoints
 from skilltrain.training.dev import Dev, encoder_opener
 from skilltrain.training.engine import new_accelerator
-from skilltrain.training.loop import GIB, Run, Training, train
+from skilltrain.training.loop import GIB, Batch, Run, Training, train
 from skilltrain.training.memory import fit_into_memory
 from skilltrain.training.settings import DevConfig, TrainingConfig
 from skilltrain.training.steps import (
@@ -89,6 +92,14 @@ CASES = {
     "fsdp2 4-bit encoder in bfloat16": Case("qwen3_wide", 0.05, recompute=True),
     "zero3 reranker in bfloat16": Case("qwen3_reranker", 0.05, recompute=True),
 }
+# The tolerance is that of a gradient in two passes, relative to the largest gradient.
+TWO_PASS_CASES = {
+    "ddp encoder": Case("bert_dropout", 1e-9),
+    "fsdp2 encoder": Case("bert_dropout", 1e-9),
+    "fsdp2 encoder in bfloat16": Case("bert_dropout", 0.01),
+    "zero2 encoder": Case("qwen3", 1e-5),  # DeepSpeed computes in float32
+    "zero3 encoder": Case("qwen3", 1e-5),
+}
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -104,7 +115,7 @@ Weights = dict[str, torch.Tensor]
 
 def step_of(kind: str, folder: Path) -> Step:
     """Make the training step of a case. It computes in float64 where the case allows."""
-    case = CASES[kind]
+    case = (TWO_PASS_CASES | CASES)[kind]
     data = training_set(LISTS_A_STEP * (case.num_steps - 1) + 1)
     settings = StepSettings(150, case.recompute, is_sharded=not kind.startswith("ddp"))
     is_bert = "bert" in folder.name
@@ -187,6 +198,11 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
         "memory_choice": memory_choice(folders["bert"], rank),
         "random_number": random_number(folders["bert"], root / "random"),
         "copied_inputs": copied_inputs(folders["bert"], folders["qwen3_reranker"]),
+        "two_passes": {
+            kind: compare_passes(kind, folders[case.folder], root / "passes" / kind)
+            for kind, case in TWO_PASS_CASES.items()
+            if can_run(kind)
+        },
         "interruption": interrupt(folders["bert"], root / "interrupted", rank),
         "unshared_folder": [
             train_unshared(folders["bert"], root / "unshared", rank, resume)
@@ -219,6 +235,59 @@ def dev_metric(bert: Path, root: Path, rank: int) -> float:
     # One query and two skills, shape (3, 2).
     vectors = torch.tensor([[1.0, 0], [1 - rank / 2, 0], [0.75, 0]])
     return dev.evaluate(lambda _: vectors)["MRR@10"].mean
+
+
+def compare_passes(kind: str, folder: Path, out: Path) -> tuple[float, int]:
+    """Compute the gradients of a batch in one pass and in two passes.
+
+    Returns:
+        The largest difference of a gradient, relative to the largest gradient. And how often DDP
+        sums the gradients of all ranks in two passes.
+    """
+    gradients = []
+    finished: list[bool] = []  # whether a sum is the last one of a backward pass
+    for two_pass in (False, True):
+        launch(kind)
+        step = step_of(kind, folder)
+        assert isinstance(step, EncoderStep)
+        settings = replace(step.settings, two_pass=two_pass, token_budget=60)
+        step = EncoderStep(step.model, Matryoshka(dims=(8, 32)), step.data, settings)
+        config = CONFIG.model_copy(update={"precision": precision_of(kind)})
+        accelerator = new_accelerator(config, quantized=False)
+        training = Training(accelerator, step, config, Run(out, False, {}))
+        if two_pass and kind.startswith("ddp"):
+            training.model.register_comm_hook(finished, count_and_sum)
+        gradients.append(local_gradient(training, step.data.lists[:5]))
+    one_pass, two_passes = gradients
+    difference = (one_pass - two_passes).abs().max() / one_pass.abs().max()
+    return difference.item(), sum(finished)
+
+
+def count_and_sum(
+    finished: list[bool], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """Sum a bucket of gradients over the ranks, as DDP does. Record if no bucket follows."""
+    finished.append(bucket.is_last())
+    return allreduce_hook(None, bucket)
+
+
+def local_gradient(training: Training, batch: Batch) -> torch.Tensor:
+    """Return this rank's part of the gradient as a vector. FSDP2 and DeepSpeed have parts."""
+    parts: list[torch.Tensor] = []
+
+    def keep_parts(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+                parts.append(local.flatten().double())
+
+    optimizer: Any = training.optimizer
+    while hasattr(optimizer, "optimizer"):  # unwrap accelerate's and DeepSpeed's optimisers
+        optimizer = optimizer.optimizer
+    optimizer.register_step_pre_hook(keep_parts)
+    training._update([batch])
+    return torch.cat(parts)
 
 
 def memory_choice(bert: Path, rank: int) -> tuple[bool, int]:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 TokenIds = Sequence[int] | np.ndarray
 Texts = Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
@@ -105,6 +106,26 @@ def run_micro_batches(
     if zeros:
         return rows + sum(zeros)
     return rows
+
+
+def run_twice(
+    function: Callable[[list[TextT]], Tensor], texts: list[TextT], device: torch.device
+) -> Float[Tensor, "text ..."]:
+    """Run a micro-batch and keep only its output. The backward pass runs the micro-batch again.
+
+    Only one micro-batch at a time has activations in memory, so a batch may have any number of
+    texts. The second run has the dropout masks of the first (GradCache; Gao et al. 2021, section
+    3.2).
+
+    Args:
+        function: Returns one row per text.
+        texts: Texts of one micro-batch.
+        device: Device on which the function draws random numbers.
+    """
+    # `checkpoint` restores the random state of a GPU only if an argument is a tensor on the GPU.
+    # The function ignores this argument.
+    marker = torch.empty(0, device=device)
+    return checkpoint(lambda _: function(texts), marker, use_reentrant=False)
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

@@ -58,11 +58,12 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
 
     # Take the first choice that needs at most the preferred memory, else the last choice.
+    # The ranks share the batch. In two passes, each rank has one whole micro-batch at a time.
+    num_sharing = 1 if step.settings.two_pass else launched_ranks()
     needed = 0.0
     for settings in memory_choices(step.settings, config):
         step.settings = settings
-        # The ranks share the batch.
-        needed = activation_bytes(step, batch, bytes_per_token) / launched_ranks()
+        needed = activation_bytes(step, batch, bytes_per_token) / num_sharing
         if needed <= preferred:
             break
 
@@ -161,7 +162,9 @@ def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> 
     network = step.model.network
     num_layers = network.config.num_hidden_layers
     tokens_by_micro_batch = step.padded_tokens(batch)
-    num_tokens = sum(tokens_by_micro_batch)
+    largest = max(tokens_by_micro_batch)
+    # In two passes, only one micro-batch at a time has activations.
+    num_tokens = largest if step.settings.two_pass else sum(tokens_by_micro_batch)
     if not step.settings.recompute:
         return round(num_tokens * num_layers * bytes_per_token)
 
@@ -169,7 +172,7 @@ def activation_bytes(step: StepModule, batch: Batch, bytes_per_token: float) -> 
     # recomputes the activations of one layer for one micro-batch at a time.
     vector_bytes = network.config.hidden_size * network.get_input_embeddings().weight.element_size()
     saved_inputs = num_tokens * num_layers * vector_bytes
-    recomputed_layer = max(tokens_by_micro_batch) * bytes_per_token
+    recomputed_layer = largest * bytes_per_token
     return round(saved_inputs + recomputed_layer)
 
 

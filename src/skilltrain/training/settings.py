@@ -152,6 +152,10 @@ class TrainingConfig(Config):
     varlen: bool = Field(
         default=False, description="flash attention without padding: a causal encoder on a GPU"
     )
+    two_pass: bool = Field(
+        default=False,
+        description="GradCache: a batch of any size in the memory of a micro-batch, for an encoder",
+    )
     precision: Precision | None = Field(
         default=None, description="null: auto on a GPU, float32 on a CPU"
     )

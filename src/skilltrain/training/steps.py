@@ -21,7 +21,13 @@ from skilltrain.distributed import (
 from skilltrain.losses import LateInteraction, Loss, ScoredBatch
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
-from skilltrain.models.micro_batches import Groups, TokenIds, run_micro_batches, split_groups
+from skilltrain.models.micro_batches import (
+    Groups,
+    TokenIds,
+    run_micro_batches,
+    run_twice,
+    split_groups,
+)
 from skilltrain.models.pooling import max_sim
 from skilltrain.models.reranker import PairIds, Reranker
 from skilltrain.models.tokens import tokenize_texts, tokenizer_identity
@@ -47,6 +53,7 @@ class StepSettings:
         in_batch_mask: Which of these skills are left out.
         token_cache: Folder that keeps token ids between runs.
         varlen: Whether the encoder's texts are packed without padding.
+        two_pass: Whether the backward pass runs every micro-batch a second time (GradCache).
         is_sharded: Whether ranks hold shards of the model (FSDP2, ZeRO-3). All ranks must then run
             it equally often.
         late_interaction: Additional loss on token vectors.
@@ -58,6 +65,7 @@ class StepSettings:
     in_batch_mask: InBatchMask = "clusters"
     token_cache: Path | None = None
     varlen: bool = False
+    two_pass: bool = False
     is_sharded: bool = True
     late_interaction: LateInteraction | None = None
 
@@ -144,7 +152,10 @@ class _Step(nn.Module, Generic[ModelT]):
             # A packed model has no padding, and computes the common beginning of pairs once.
             tokens = padded_tokens if model.is_packed else sum(map(len, items))
             self.count.update(padded_tokens=padded_tokens, tokens=tokens)
-        if torch.is_grad_enabled():
+        if self.settings.two_pass and torch.is_grad_enabled():
+            # Each micro-batch looks up its own token embeddings, so that none are kept.
+            function = partial(run_twice, function, device=model.device)
+        elif torch.is_grad_enabled():
             # Look up the token embeddings of all items at once, because each lookup has a gradient
             # as large as the embeddings of the whole vocabulary.
             items = model.embed(items)

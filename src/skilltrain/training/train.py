@@ -252,6 +252,11 @@ class TrainReranker(Train):
             raise ValueError(f"loss: {self.loss.name} needs vectors, which only an encoder has")
         if self.training.varlen:
             raise ValueError("training: varlen is for encoders; a causal reranker never pads")
+        if self.training.two_pass:
+            raise ValueError(
+                "training: two_pass is for encoders; the lists of a reranker do not share a loss, "
+                "so a larger accumulation does the same"
+            )
         if self.dev is not None:
             self.dev.check(
                 kind="rerank",
@@ -378,6 +383,7 @@ def open_step(
         recompute=bool(training.recompute),
         token_cache=token_cache,
         varlen=training.varlen,
+        two_pass=training.two_pass,
         is_sharded=sharded,
     )
     if isinstance(config, TrainEncoder) and isinstance(model, Encoder):
