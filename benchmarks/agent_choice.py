@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """Does routing help an agent? Compare the prompt with all skills with the router's best five.
 
-python benchmarks/agent_choice.py ROUTER QUERIES OUT --model NAME [--base-url URL]
+python benchmarks/agent_choice.py ROUTER QUERIES OUT --model NAME [--base-url URL] [--near]
 
 ROUTER is a router of `fit` or `index`, and QUERIES a folder of the stage `queries`. Draws 60
-requests, and pools of 100 and 1,000 skills that hold their gold skills. For each pool an agent
+requests, and pools of 100 and 1,000 skills that hold their gold skills. The other skills are
+random, or with --near those that the router ranks highest for the requests. For each pool an agent
 chooses one skill twice: from the names and descriptions of all skills, and from those of the five
 skills that the router returns. Prints a Markdown table with the share of right choices, and the
 paired difference with its 95% interval. Writes the choices to OUT/choices.jsonl.
@@ -39,6 +40,7 @@ SEED = 0
 NUM_REQUESTS = 60
 POOL_SIZES = (100, 1000)
 NUM_ROUTED = 5
+MAX_NEIGHBOURS = 50  # of a request, to fill the pools with
 MAX_DESCRIPTION_CHARS = 500
 ALL, ROUTED = "all skills", "router"
 SYSTEM = f"""You are an agent. Before you work on a request, you load the one skill that helps \
@@ -76,20 +78,41 @@ def messages(ask: Ask) -> tuple[str, str]:
     return SYSTEM.format(mark=mark), user
 
 
-def draw_pool(router: Router, tasks: Sequence[Task], size: int) -> list[Skill]:
-    """Draw a pool that holds all gold skills of the tasks. The order of its skills is random."""
+def draw_pool(router: Router, tasks: Sequence[Task], size: int, is_near: bool) -> list[Skill]:
+    """Draw a pool that holds all gold skills of the tasks. The order of its skills is random.
+
+    Args:
+        router: Router over all skills.
+        tasks: The requests with their gold skills.
+        size: Number of skills in the pool.
+        is_near: Fill the pool with the skills that the router ranks highest, instead of random
+            ones.
+    """
     rng = random.Random(SEED)
-    gold_ids = {skill_id for task in tasks for skill_id in task.relevance.gold}
-    other_ids = [skill_id for skill_id in router.skills if skill_id not in gold_ids]
-    skill_ids = [*sorted(gold_ids), *rng.sample(other_ids, size - len(gold_ids))]
+    gold_ids = sorted({skill_id for task in tasks for skill_id in task.relevance.gold})
+    other_ids = rng.sample(list(router.skills), len(router.skills))
+    if is_near:
+        other_ids = [*ids_by_rank(router, tasks), *other_ids]
+    # Gold skills come first, and each skill counts once.
+    skill_ids = list(dict.fromkeys([*gold_ids, *other_ids]))[:size]
     rng.shuffle(skill_ids)
     return [router.skills[skill_id] for skill_id in skill_ids]
 
 
-def conditions_of(router: Router, tasks: Sequence[Task]) -> Iterator[Condition]:
-    """Return for each pool the condition with all skills, and that with the router's skills."""
+def ids_by_rank(router: Router, tasks: Sequence[Task]) -> list[str]:
+    """Return the skills that the router finds: the first of every task, then the second, …"""
+    ranked: list[tuple[int, str]] = []
+    for task in tasks:
+        answer = router.route(task.query.text, k=MAX_NEIGHBOURS)
+        ranked += [(skill.rank, skill.skill_id) for skill in answer.skills]
+    # The sort is stable, so skills of one rank keep the order of the tasks.
+    return [skill_id for _, skill_id in sorted(ranked, key=lambda pair: pair[0])]
+
+
+def conditions_of(router: Router, tasks: Sequence[Task], is_near: bool) -> Iterator[Condition]:
+    """Yield for each pool the condition with all skills, and that with the router's skills."""
     for size in POOL_SIZES:
-        pool = draw_pool(router, tasks, size)
+        pool = draw_pool(router, tasks, size, is_near)
         router_over_pool = router.with_skills(pool)
         routed: list[Ask] = []
         for task in tasks:
@@ -184,6 +207,7 @@ def parse_options() -> Namespace:
     parser.add_argument("--model", help="name of the chat model")
     parser.add_argument("--base-url", default="https://api.openai.com/v1", help="its server")
     parser.add_argument("--answers", type=Path, help="choices made from the files of prompts")
+    parser.add_argument("--near", action="store_true", help="fill pools with similar skills")
     return parser.parse_args()
 
 
@@ -193,7 +217,7 @@ def main() -> None:
     router = Router.load(options.router)
     tasks = load_benchmark(options.queries).tasks
     tasks = random.Random(SEED).sample(list(tasks), NUM_REQUESTS)
-    conditions = list(conditions_of(router, tasks))
+    conditions = list(conditions_of(router, tasks, options.near))
     if not options.model and not options.answers:
         for condition in conditions:
             write_prompts(condition, options.out / "prompts")
