@@ -56,15 +56,6 @@ def test_pool_is_read_from_data_frame():
     assert skilltrain.read_pool(frame) == skilltrain.read_pool([SKILL])
 
 
-def test_table_is_a_list_of_rows(tmp_path):
-    skilltrain.write_table([SKILL | {"skill_id": "a", "source": "s"}], "skills", tmp_path)
-    table = skilltrain.read_table(tmp_path, "skills")
-
-    skills = skilltrain.read_pool(table)
-
-    assert [skill.name for skill in skills] == ["pdf-merge"]
-
-
 def test_pool_is_read_from_dataset():
     datasets = pytest.importorskip("datasets")
     dataset = datasets.Dataset.from_list([SKILL])

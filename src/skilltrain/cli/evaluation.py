@@ -38,8 +38,7 @@ def evaluate(
         str | None, typer.Option(help="a reranker on top of the last encoder (or of BM25)")
     ] = None,
     predictions: Annotated[
-        list[Path] | None,
-        typer.Option(help="file to score: .json {query_id: \\[skill_id, …]}, or a TREC run"),
+        list[Path] | None, typer.Option(help="TREC run, or .json {query_id: \\[skill_id, …]}")
     ] = None,
     scores: Annotated[
         Path | None,
