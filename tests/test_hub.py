@@ -217,11 +217,8 @@ def test_cards_commands_run(hub, router, monkeypatch):
     assert "pdf-merge" in printed
 
 
-@pytest.mark.parametrize(
-    "text", ["Use AKIA" + "QX7ZP2LMVT9RDK4W", "https://ada:open" + "sesame@host/x"]
-)
-def test_router_with_secret_is_not_sent(hub, tmp_path, text):
-    pool = [replace(POOL[0], body=text), POOL[1]]
+def test_router_with_secret_is_not_sent(hub, tmp_path):
+    pool = [replace(POOL[0], body="Use AKIA" + "QX7ZP2LMVT9RDK4W"), POOL[1]]
     folder = write_router(tmp_path / "router", "lexical", pool)
 
     with raises("secret-found") as caught:
@@ -229,6 +226,13 @@ def test_router_with_secret_is_not_sent(hub, tmp_path, text):
 
     assert "skills.arrow, row 1" in str(caught.value)
     assert hub.log == []
+
+
+def test_password_of_example_is_sent(hub, tmp_path):
+    pool = [replace(POOL[0], body="curl http://user:pass@" + "host/x; password: SecurePass123")]
+    folder = write_router(tmp_path / "router", "lexical", pool)
+
+    assert push_router(folder, Published(ROUTER), PushOptions())["url"]
 
 
 def test_router_with_bodies_may_be_refused(hub, tmp_path):

@@ -192,14 +192,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
     if published.base_model:
         # The user gave this name, so the card lists it without a check.
         data.base_model = published.base_model
-    data.tags += [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
-    data.tags += ["onnx"] if record.form == "onnx" else []
-    # TEI serves vectors of whole texts and scores of pairs, but runs no code of a model.
-    template = record.settings.template
-    is_pair = isinstance(template, RerankerTemplate) and template.form == "pair"
-    brings_code = record.recipe["model"].get("trust_remote_code")
-    if (class_name == "SentenceTransformer" or is_pair) and not brings_code:
-        data.tags.append("text-embeddings-inference")
+    data.tags += _tags_of(record, class_name)
     # `shareable` removes parent folders from paths, because they may name a user.
     recipe = shareable(record.recipe)
     run_record = record_of(record.run) if record.run else {}
@@ -218,6 +211,25 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         "quoted": repr,
     }
     return f"{ModelCard.from_template(data, str(_TEMPLATE), **variables)}\n"
+
+
+def _tags_of(record: RunRecord, class_name: str) -> list[str]:
+    """Return tags for the training and the form of a model, and for the server TEI.
+
+    Args:
+        record: Facts that the run knows.
+        class_name: Class of sentence-transformers that opens the model.
+    """
+    tags = [tag for key, tag in _RECIPE_TAGS.items() if record.recipe.get(key)]
+    if record.form == "onnx":
+        tags.append("onnx")
+    # TEI serves vectors of whole texts and scores of pairs, but runs no code of a model.
+    template = record.settings.template
+    is_pair = isinstance(template, RerankerTemplate) and template.form == "pair"
+    brings_code = record.recipe["model"].get("trust_remote_code")
+    if (class_name == "SentenceTransformer" or is_pair) and not brings_code:
+        tags.append("text-embeddings-inference")
+    return tags
 
 
 def write_card(file: Path, template: Path, **variables: Any) -> None:
