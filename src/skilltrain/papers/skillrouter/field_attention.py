@@ -48,12 +48,7 @@ def field_attention(
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
             single scoring position.
     """
-    # The attention is read at the position from which the score is computed. A classifier that
-    # pools all tokens has no such position.
-    pooling = getattr(reranker.network.config, "classifier_pooling", "cls")
-    if pooling != "cls":
-        problem = f"a classifier with {pooling} pooling has no scoring position"
-        raise SkilltrainError("unsupported-model", problem)
+    _check_scoring_position(reranker)
     if not pairs:
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model_name)
@@ -84,13 +79,20 @@ def field_attention(
     means = _layer_means(np.mean(shares, axis=0))  # `layers`, `groups` and `overall`
     tokens = _by_field(np.mean(token_shares, axis=0))
     over_pairs = pair_statistics(np.mean(shares, axis=1), body_lengths)
-    return {
-        "model": model_name,
-        **means,
-        "tokens": tokens,
-        "over_pairs": over_pairs,
-        "pairs": rows,
-    }
+    further = {"tokens": tokens, "over_pairs": over_pairs, "pairs": rows}
+    return {"model": model_name, **means, **further}
+
+
+def _check_scoring_position(reranker: Reranker) -> None:
+    """Raise SkilltrainError if a classifier pools all tokens.
+
+    The attention is read at the position from which the score is computed. A classifier that pools
+    all tokens has no such position.
+    """
+    pooling = getattr(reranker.network.config, "classifier_pooling", "cls")
+    if pooling != "cls":
+        problem = f"a classifier with {pooling} pooling has no scoring position"
+        raise SkilltrainError("unsupported-model", problem)
 
 
 def pair_statistics(
