@@ -98,7 +98,8 @@ def test_wheel_installs_extra_by_packages(dist):
 def test_source_distribution_holds_plugin_and_skill(dist):
     (archive,) = dist.glob("*.tar.gz")
 
-    files = {name.partition("/")[2] for name in tarfile.open(archive).getnames()}
+    with tarfile.open(archive) as tar:
+        files = {name.partition("/")[2] for name in tar.getnames()}
 
     assert {".claude-plugin/plugin.json", "skills/skilltrain/SKILL.md", "constraints.txt"} <= files
     assert not [name for name in files if name.startswith(("tests/", "benchmarks/", "runs/"))]
