@@ -1,4 +1,4 @@
-"""Commands for the start: the recipes that ship."""
+"""Commands for the start: the recipes that ship, and what the machine can do with them."""
 
 import re
 from collections.abc import Sequence
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from skilltrain.cli.app import ExampleCommand, app, show
+from skilltrain.cli.app import AsJson, ExampleCommand, app, conclude, quietly, show
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import plugin_paths
@@ -101,3 +101,30 @@ def _missing_repository_files(recipes: Sequence[Path]) -> list[str]:
     for recipe in recipes:
         names.update(_REPOSITORY_FILE.findall(recipe.read_text(encoding="utf-8")))
     return sorted(name for name in names if not Path(name).exists())
+
+
+@app.command(rich_help_panel="Start here")
+def doctor(as_json: AsJson = False) -> None:
+    """Show what is installed, the device, the memory, and which recipes fit.
+
+    Example: skilltrain doctor --json
+    """
+    from skilltrain.doctor import examine_machine
+
+    facts = quietly(examine_machine)
+    libraries = [f"{name} {version}" for name, version in facts["libraries"].items()]
+    lines = [
+        f"skilltrain {facts['skilltrain']}, Python {facts['python']}, {facts['system']}",
+        ", ".join(libraries),
+    ]
+    for extra, command in facts["missing_extras"].items():
+        lines.append(f"extra {extra} is missing: {command}")
+    lines.append(f"device: {facts['device']}")
+    lines.append(f"memory: {facts['free_memory_gib']} GiB free")
+    for folder, free_gib in facts["free_disk_gib"].items():
+        lines.append(f"cache: {folder}, {free_gib} GiB free")
+    lines.append("recipes, with the memory of weights and optimiser; activations take more:")
+    for row in facts["recipes"]:
+        size = "" if row["state_gib"] is None else f"{row['state_gib']} GiB, "
+        lines.append(f"- {row['recipe']}: {size}{row['verdict']}")
+    conclude(facts, lines, as_json)
