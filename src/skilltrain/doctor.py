@@ -1,6 +1,5 @@
 """Says what is installed, what the machine has, and which recipes it has the memory for."""
 
-import math
 import os
 import platform
 import re
@@ -9,7 +8,6 @@ from importlib.metadata import PackageNotFoundError, metadata, version
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import nn
 
@@ -24,6 +22,7 @@ from skilltrain.training.memory import available_bytes, held_bytes
 from skilltrain.version import __version__
 
 _LIBRARIES = ("torch", "transformers", "sentence-transformers", "accelerate", "peft", "datasets")
+_SMALL_RECIPE = "tiny/sr_emb_minilm.yaml"  # for machines that all other recipes are too large for
 # Instructions by their names in `torch.cpu.get_capabilities`.
 _CPU_FEATURES = {"AVX-512": "avx512_f", "bfloat16": "avx512_bf16", "AMX": "amx_bf16"}
 # Activations take about as much as the state. On an H100, sr_emb_0.6b took 18.4 GiB, its state 8.9.
@@ -31,18 +30,20 @@ _MAX_STATE_SHARE = 0.5
 
 
 def examine_machine() -> dict[str, Any]:
-    """Return facts about the installation and the machine. Environment variables are not read."""
+    """Return facts about the installation and the machine, without any secret of the environment.
+
+    Returns:
+        Facts by their names. `recipes` has a verdict about each recipe.
+    """
     device = default_device()
     available = available_bytes(device)
     return {
         "skilltrain": __version__,
         "python": platform.python_version(),
-        "system": platform.platform(terse=True),
         "libraries": {name: version(name) for name in _LIBRARIES},
         "missing_extras": missing_extras(),
         "device": describe_device(device),
-        "free_memory_gib": _in_gib(psutil.virtual_memory().available),
-        "free_device_memory_gib": _in_gib(available),
+        "free_memory_gib": round(available / GIB, 1),
         "free_disk_gib": free_disk_by_cache(),
         "recipes": examine_recipes(device, available),
     }
@@ -84,44 +85,48 @@ def free_disk_by_cache() -> dict[str, float]:
     for cache in (cache_folder("").resolve(), Path(HF_HUB_CACHE).resolve()):
         # A cache that was never used does not exist yet.
         existing_folder = next(folder for folder in (cache, *cache.parents) if folder.exists())
-        free_by_cache[str(cache)] = _in_gib(shutil.disk_usage(existing_folder).free)
+        free_by_cache[str(cache)] = round(shutil.disk_usage(existing_folder).free / GIB, 1)
     return free_by_cache
 
 
-def examine_recipes(device: torch.device, available: float) -> list[dict[str, Any]]:
+def examine_recipes(device: torch.device, available: float) -> dict[str, str]:
     """Compare the memory that training recipes need with the memory of a device.
 
-    The recipes in `paper` and `tiny` are left out. The former need as much as those of the same
-    name, and the latter need little.
+    Recipes in the folder `paper` need as much as those of the same name, and are left out.
 
     Args:
         device: Device to train on, alone.
         available: Free bytes of the device.
 
     Returns:
-        One row for each recipe: its name, its model, `state_gib` and `verdict`. `state_gib` is the
-        memory of weights, gradients and optimiser, or None if the model's size is not known.
+        Verdicts by recipe, such as "fits (8.9 GiB and activations)".
     """
-    rows: list[dict[str, Any]] = []
-    files = [*sorted(SHIPPED_RECIPES.glob("*.yaml")), SHIPPED_RECIPES / "tiny/sr_emb_minilm.yaml"]
-    for file in files:
+    verdicts: dict[str, str] = {}
+    for file in [*sorted(SHIPPED_RECIPES.glob("*.yaml")), SHIPPED_RECIPES / _SMALL_RECIPE]:
         values = load_recipe(file)
         # The classes of other stages take a second to import.
-        if command_of(values["stage"]) != "train":
-            continue
-        recipe: Any = parse_recipe(values, file)
-        num_bytes = state_bytes(recipe, device)
-        verdict = "unknown: the model is not on this machine"
-        if num_bytes is not None:
-            verdict = "fits"
-            if num_bytes > _MAX_STATE_SHARE * available:
-                verdict = "tight: lower training.batch_size or model.max_tokens"
-            if num_bytes > available:
-                verdict = "too large for one device of this machine"
-        row = {"recipe": file.relative_to(SHIPPED_RECIPES).with_suffix("").as_posix()}
-        row |= {"model": recipe.model.source, "verdict": verdict}
-        rows.append({**row, "state_gib": None if num_bytes is None else _in_gib(num_bytes)})
-    return rows
+        if command_of(values["stage"]) == "train":
+            num_bytes = state_bytes(parse_recipe(values, file), device)
+            name = file.relative_to(SHIPPED_RECIPES).with_suffix("").as_posix()
+            verdicts[name] = memory_verdict(num_bytes, available)
+    return verdicts
+
+
+def memory_verdict(num_bytes: float | None, available: float) -> str:
+    """Return whether a training run fits.
+
+    Args:
+        num_bytes: Bytes of weights, gradients and optimiser state. None: unknown.
+        available: Free bytes of the device.
+    """
+    if num_bytes is None:
+        return "unknown: the model is not on this machine"
+    size = f"({num_bytes / GIB:.1f} GiB and activations)"
+    if num_bytes > available:
+        return f"too large {size}"
+    if num_bytes > _MAX_STATE_SHARE * available:
+        return f"tight {size}: lower training.batch_size or model.max_tokens"
+    return f"fits {size}"
 
 
 def state_bytes(recipe: Any, device: torch.device) -> float | None:
@@ -154,27 +159,17 @@ def count_parameters(source: str) -> int | None:
     The name of a model on the Hub may tell it: "Qwen/Qwen3-Embedding-0.6B" has about 600 million.
 
     Args:
-        source: Model of a recipe: a folder, a package or a Hub id.
+        source: Model of a recipe: a package or a Hub id.
     """
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", source)
     if billions:
         return round(float(billions[1]) * 1e9)
-    if not source.startswith("package:") and not Path(source).is_dir():
+    # A folder of a recipe that ships is made by a training run, and is not there yet.
+    if not source.startswith("package:"):
         return None
-    from safetensors import safe_open
-
     try:
-        files = [*resolve_model(source).glob("*.safetensors")]
+        files = resolve_model(source).glob("*.safetensors")
     except SkilltrainError:  # the package is not installed
         return None
-    num_parameters = 0
-    for file in files:
-        # The header of the file has the shapes, so no weights are read.
-        with safe_open(file, "pt") as weights:
-            for name in weights.keys():  # noqa: SIM118, it is no dict
-                num_parameters += math.prod(weights.get_slice(name).get_shape())
-    return num_parameters
-
-
-def _in_gib(num_bytes: float) -> float:
-    return round(num_bytes / GIB, 1)
+    num_bytes = sum(file.stat().st_size for file in files)
+    return num_bytes // torch.float32.itemsize  # packages hold float32 weights

@@ -1,7 +1,6 @@
 """Commands for the start: the recipes that ship, and what the machine can do with them."""
 
 import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -65,9 +64,12 @@ def copy(
     Example: skilltrain recipes copy sr_emb_0.6b
     """
     copies = copy_recipe(name, to)
+    # For example, `launch/tiny_data.sh` makes the data of the tiny recipes.
+    names: set[str] = set()
     for file in copies:
         typer.echo(file)
-    missing_files = _missing_repository_files(copies)
+        names.update(_REPOSITORY_FILE.findall(file.read_text(encoding="utf-8")))
+    missing_files = sorted(name for name in names if not Path(name).exists())
     if missing_files:
         typer.echo(f"names files of the repository, not in this folder: {', '.join(missing_files)}")
     # The grids in `ablations` have no stage. The command `ablate` runs them.
@@ -92,17 +94,6 @@ def _check_stage(stage: str | None) -> None:
         raise SkilltrainError("unknown-stage", problem, where="skilltrain recipes")
 
 
-def _missing_repository_files(recipes: Sequence[Path]) -> list[str]:
-    """Return the files of the repository that recipes name and the current folder lacks.
-
-    For example, `launch/tiny_data.sh`, which makes the data of the tiny recipes.
-    """
-    names: set[str] = set()
-    for recipe in recipes:
-        names.update(_REPOSITORY_FILE.findall(recipe.read_text(encoding="utf-8")))
-    return sorted(name for name in names if not Path(name).exists())
-
-
 @app.command(rich_help_panel="Start here")
 def doctor(as_json: AsJson = False) -> None:
     """Show what is installed, the device, the memory, and which recipes fit.
@@ -112,19 +103,11 @@ def doctor(as_json: AsJson = False) -> None:
     from skilltrain.doctor import examine_machine
 
     facts = quietly(examine_machine)
-    libraries = [f"{name} {version}" for name, version in facts["libraries"].items()]
-    lines = [
-        f"skilltrain {facts['skilltrain']}, Python {facts['python']}, {facts['system']}",
-        ", ".join(libraries),
-    ]
-    for extra, command in facts["missing_extras"].items():
-        lines.append(f"extra {extra} is missing: {command}")
-    lines.append(f"device: {facts['device']}")
-    lines.append(f"memory: {facts['free_memory_gib']} GiB free")
-    for folder, free_gib in facts["free_disk_gib"].items():
-        lines.append(f"cache: {folder}, {free_gib} GiB free")
-    lines.append("recipes, with the memory of weights and optimiser; activations take more:")
-    for row in facts["recipes"]:
-        size = "" if row["state_gib"] is None else f"{row['state_gib']} GiB, "
-        lines.append(f"- {row['recipe']}: {size}{row['verdict']}")
+    lines: list[str] = []
+    for name, value in facts.items():
+        label = name.replace("_", " ")
+        if isinstance(value, dict):
+            lines += [f"{label}, {key}: {item}" for key, item in value.items()]
+        else:
+            lines.append(f"{label}: {value}")
     conclude(facts, lines, as_json)
