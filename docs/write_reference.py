@@ -23,7 +23,7 @@ STAGES_INTRODUCTION = """\
 
 A stage reads tables or models and writes one folder, `out`. Its settings are written `key=value`
 on the command line, or in a recipe. `skilltrain COMMAND --help-all` also lists the settings within
-sections, and `skilltrain recipes --schema STAGE` prints the JSON Schema of a recipe.
+sections, and `skilltrain recipes schema STAGE` prints the JSON Schema of a recipe.
 
 This page is written by `python docs/write_reference.py`.
 """

@@ -24,6 +24,7 @@ from sentence_transformers import SentenceTransformer
 from benchmark_folders import jsonl
 from skilltrain import __version__
 from skilltrain.cli import main
+from skilltrain.config import load_recipe
 from skilltrain.errors import StoppedError
 from skilltrain.stage import STAGES, command_of, load_stage
 from skilltrain.tables import SKILLS, read_table
@@ -212,10 +213,12 @@ FAULTS = [  # command, part of the error
     ("export {runs}/encoder", "Missing option '--out'"),
     ("export {runs}/encoder --checkpoint step-4711 --out {tmp}/out", "step-4711"),
     (
-        "recipes --dir {tmp}/nowhere",
-        "{tmp}/nowhere: no such folder (recipes come with the repository",
+        "recipes list --dir {tmp}/nowhere",
+        "{tmp}/nowhere: no such folder (see the recipes that ship",
     ),
-    ("recipes --schema trian", "skilltrain recipes: unknown stage 'trian'; allowed: pool, "),
+    ("recipes --schema", "No such option: --schema (removed: run skilltrain recipes schema STAGE)"),
+    ("recipes copy ../src/x", "../src/x: no recipe of this name ships (see their names: "),
+    ("recipes schema trian", "skilltrain recipes: unknown stage 'trian'; allowed: pool, "),
     (
         TRAIN + "--resum",
         "--resum is no option of this command, or has no value (a setting is written "
@@ -477,37 +480,66 @@ def test_recipes_lists_recipes(tmp_path):
     for name, text in files.items():
         (tmp_path / f"{name}.yaml").write_text(text)
 
-    lines = succeeds("recipes", "--dir", tmp_path).out.splitlines()
+    lines = succeeds("recipes", "list", "--dir", tmp_path).out.splitlines()
 
     assert [line.rstrip() for line in lines] == [
-        f"{tmp_path}/pool.yaml  pool",
+        "pool  pool",
         "",
-        f"{tmp_path}/below/encoder.yaml  train_encoder  owner/name  infonce",
+        "below/encoder  train_encoder  owner/name  infonce",
         "    An encoder.",
     ]
 
 
-def test_recipes_of_package_are_listed_elsewhere(tmp_path, monkeypatch):
-    packaged = tmp_path / "skilltrain" / "recipes"
-    packaged.mkdir(parents=True)
-    (packaged / "pool.yaml").write_text("stage: pool\nsources: a\nout: b\n")
-    monkeypatch.setattr("skilltrain.cli.stages.PACKAGED_RECIPES", packaged)
+def test_shipped_recipes_are_listed_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     lines = succeeds("recipes").out.splitlines()
 
-    assert lines[0].rstrip() == f"{packaged}/pool.yaml  pool"
+    assert "sr_emb_0.6b  train_encoder  Qwen/Qwen3-Embedding-0.6B  infonce" in lines
+
+
+def test_copied_recipe_brings_its_base(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+    outcome = succeeds("recipes", "copy", "paper/sr_emb_8b")
+
+    recipe = load_recipe(Path("recipes/paper/sr_emb_8b.yaml"))
+    assert recipe == load_recipe(ROOT / "recipes" / "paper" / "sr_emb_8b.yaml")
+    assert outcome.out.splitlines() == [
+        "recipes/paper/sr_emb_8b.yaml",
+        "recipes/sr_emb_8b.yaml",
+        "names files of the repository, not in this folder: data_pipelines/skillrouter.py",
+        "next: skilltrain train recipes/paper/sr_emb_8b.yaml --dry-run",
+    ]
+
+
+def test_copied_grid_brings_its_chain(tmp_path):
+    outcome = succeeds("recipes", "copy", "ablations/filter", tmp_path)
+
+    assert (tmp_path / "ablations" / "chain.yaml").is_file()
+    assert f"skilltrain ablate {tmp_path}/ablations/filter.yaml" in outcome.out
+
+
+def test_copied_recipe_replaces_no_other_file(tmp_path):
+    changed = tmp_path / "sr_emb_8b.yaml"
+    changed.write_text("stage: train_encoder\n")
+    files = contents(tmp_path)
+
+    outcome = skilltrain("recipes", "copy", "paper/sr_emb_8b", tmp_path)
+
+    assert f"{changed}: is another file (name another folder" in outcome.error_line
+    assert contents(tmp_path) == files
 
 
 def test_schema_of_stage_is_json():
-    schema = json.loads(succeeds("recipes", "--schema", "train_reranker").out)
+    schema = json.loads(succeeds("recipes", "schema", "train_reranker").out)
 
     assert schema["properties"]["stage"]["const"] == "train_reranker"
     assert "ListwiseCE" in schema["$defs"]
 
 
 def test_schema_is_of_all_stages():
-    schemas = json.loads(succeeds("recipes", "--schema").out)["oneOf"]
+    schemas = json.loads(succeeds("recipes", "schema").out)["oneOf"]
 
     assert [schema["properties"]["stage"]["const"] for schema in schemas] == [*STAGES]
 

@@ -15,7 +15,7 @@ SOURCE = Path(__file__).parents[1] / "src" / PACKAGE
 LAYERS = (
     ("__init__", "__main__", "recipe"),
     ("cli",),
-    ("api", "testing"),
+    ("api", "doctor", "testing"),
     ("papers", "serving"),
     ("evaluation",),
     ("training",),

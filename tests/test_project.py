@@ -6,6 +6,7 @@ import re
 import runpy
 import shutil
 import subprocess
+import sys
 import tomllib
 from importlib import metadata
 from itertools import pairwise
@@ -260,7 +261,10 @@ def test_cascade_has_values_of_skillflow():
 # Launch files -----------------------------------------------------------------
 
 
-LAUNCH_CONFIGS = {path.stem: path for path in (ROOT / "launch").glob("*.yaml")}
+# The configurations of accelerate. SkyPilot's task is another kind of file.
+LAUNCH_CONFIGS = {
+    path.stem: path for path in (ROOT / "launch").glob("*.yaml") if path.stem != "skypilot"
+}
 
 
 def test_launch_configs_have_promised_types():
@@ -369,6 +373,36 @@ def test_slurm_script_leaves_time_to_save(tmp_path):
         "--num_processes 16 --machine_rank 1"
         " --main_process_ip first --main_process_port 20007 r.yaml"
     )
+
+
+def test_hf_jobs_script_prints_its_job(tmp_path):
+    """The real `hf` reads the options, and submits nothing."""
+    (tmp_path / "dist").mkdir()
+    (tmp_path / "constraints.txt").write_text("")
+    # The script builds a wheel with pip, which would need a network.
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").chmod(0o755)
+    path = f"{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    options = {"PATH": path, "HF_TOKEN": "made-up", "HF_JOBS_OPTIONS": "--dry-run"}
+    command = ["bash", str(ROOT / "launch" / "hf_jobs.sh"), "recipes/a.yaml", "out=runs/a b"]
+
+    job = subprocess.check_output(command, cwd=tmp_path, env=os.environ | options, text=True)
+
+    assert "\"$@\"' launch recipes/a.yaml 'out=runs/a b'" in job
+    assert "./runs:/app/runs:rw" in job
+    assert "made-up" not in job
+    assert job.endswith("(dry run) Job not submitted.\n")
+
+
+def test_skypilot_task_has_documented_keys():
+    task = yaml.safe_load((ROOT / "launch" / "skypilot.yaml").read_text())
+
+    assert task.keys() == {"name", "workdir", "file_mounts", "resources", "envs", "setup", "run"}
+    assert task["resources"].keys() <= {"accelerators", "disk_size"}
+    assert (ROOT / task["envs"]["RECIPE"]).is_file()
+    for step in ("setup", "run"):
+        subprocess.run(["bash", "-n"], input=task[step], check=True, text=True)
+    assert {"RECIPE", "ARGUMENTS"} == task["envs"].keys()
 
 
 # The Dockerfile, as far as it can be checked without Docker -------------------

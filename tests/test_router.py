@@ -124,6 +124,23 @@ def test_task_without_common_term_fits_nothing(library_router, task):
     assert not answer.fits
 
 
+def test_notebook_shows_answer_as_escaped_table():
+    skill = {"name": "pdf merge", "description": "<b>Join</b> PDFs", "body": "Use pypdf."}
+
+    html = Router([skill], "lexical").route("merge a pdf")._repr_html_()
+
+    assert html.startswith("<table><tr><th>rank</th><th>skill</th><th>score</th>")
+    assert "<td>&lt;b&gt;Join&lt;/b&gt; PDFs</td>" in html
+
+
+def test_notebook_shows_that_nothing_fits():
+    skill = {"name": "pdf merge", "body": "Use pypdf."}
+
+    html = Router([skill], "lexical").route("water the garden")._repr_html_()
+
+    assert html.startswith("<p>No skill fits. These are the nearest.</p><table>")
+
+
 @pytest.mark.parametrize("task", ["", "  \n\t", "\x00", "\x1b\u202e\ud800"])
 def test_empty_task_is_refused(library_router, task):
     with raises("empty-text"):

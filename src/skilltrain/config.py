@@ -46,6 +46,7 @@ REMOVED = {
     "llm.mode": "leave it out, for there is no Batch API any more and all requests are live",
     "poll_seconds": "leave it out, for there is no Batch API any more",
     "llm.batch_size": "leave it out, for there is no Batch API any more",
+    "--schema": "run skilltrain recipes schema STAGE",
     "--interpolate": "choose a checkpoint with --checkpoint instead",
     "openvino": "use onnx",
     "collect": "run examples/collect_registry.py, then the stage pool on the file that it writes",

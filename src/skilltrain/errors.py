@@ -1,5 +1,9 @@
 """Errors that are meant for the user: what is wrong, where, and how to fix it."""
 
+import shlex
+from importlib.metadata import requires
+from pathlib import Path
+
 _MAX_LOCATION_CHARS = 300  # a longer path would hide the problem
 
 
@@ -43,8 +47,26 @@ class StoppedError(SkilltrainError):
 
 
 def install_command(extra: str) -> str:
-    """Return advice for a missing package: how to install an extra in a clone of skilltrain."""
-    return f"in the clone of skilltrain: pip install -e '.[{extra}]' -c constraints.txt"
+    """Return advice for a missing package: how to install an extra.
+
+    A clone installs the extra by its name. Outside of a clone, the advice lists the packages,
+    because no package index is known to have skilltrain.
+
+    Args:
+        extra: Name of the extra, such as `serve`.
+    """
+    in_clone = (Path(__file__).parents[2] / "constraints.txt").is_file()
+    if in_clone:
+        return f"in the clone of skilltrain: pip install -e '.[{extra}]' -c constraints.txt"
+    return f"extra {extra}: pip install {shlex.join(requirements_of(extra))}"
+
+
+def requirements_of(extra: str) -> list[str]:
+    """Return the packages of an extra with their versions, such as ["ray>=2.40"]."""
+    # The metadata of the installed package have lines such as `ray>=2.40; extra == 'ray'`.
+    marker = f"; extra == '{extra}'"
+    lines = requires("skilltrain") or []
+    return [line.removesuffix(marker) for line in lines if line.endswith(marker)]
 
 
 def reason_of(error: Exception) -> str:

@@ -9,11 +9,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from skilltrain.config import Config, load_recipe, removed_advice, validate
 from skilltrain.errors import SkilltrainError
+from skilltrain.files import write_text
 from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
 from skilltrain.terminal import say
 
-PACKAGED_RECIPES = Path(__file__).with_name("recipes")
-"""Recipes of the installed package. A checkout has them in its folder `recipes` instead."""
+SHIPPED_RECIPES = Path(__file__).with_name("recipes")
+"""Folder of the recipes that ship. In a clone it is the folder `recipes` of the repository."""
+if not SHIPPED_RECIPES.is_dir():
+    SHIPPED_RECIPES = Path(__file__).parents[2] / "recipes"
 STAGES = {
     "pool": (
         "skilltrain.data.pool.skill_pool:Pool",
@@ -387,6 +390,48 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
             "not-found",
             "holds no recipe" if folder.is_dir() else "no such folder",
             where=folder,
-            fix="recipes come with the repository: clone it, or give --dir",
+            fix="see the recipes that ship: skilltrain recipes list",
         )
     return recipes
+
+
+def copy_recipe(name: str, folder: Path) -> list[Path]:
+    """Copy a recipe that ships to a folder, with the recipe that it is based on.
+
+    Both files keep their paths below the folder of recipes, so that `based_on` still leads to the
+    base. For example, `paper/sr_emb_8b` gives `paper/sr_emb_8b.yaml` and `sr_emb_8b.yaml`.
+
+    Args:
+        name: Path of the recipe below the folder of recipes, with or without `.yaml`.
+        folder: Folder to write to. An equal file there is written again.
+
+    Returns:
+        Paths of the copies. The recipe itself comes first.
+
+    Raises:
+        SkilltrainError: There is no such recipe, or the folder holds another file of this name.
+    """
+    file = (SHIPPED_RECIPES / f"{name.removesuffix('.yaml')}.yaml").resolve()
+    if not (file.is_file() and file.is_relative_to(SHIPPED_RECIPES.resolve())):
+        fix = "see their names: skilltrain recipes list"
+        raise SkilltrainError("not-found", "no recipe of this name ships", where=name, fix=fix)
+
+    # `load_recipe` drops the key `based_on`, so search for the key in the text.
+    files = [file]
+    base = re.search(r"(?m)^based_on: *(\S+)", file.read_text(encoding="utf-8"))
+    if base:
+        files.append((file.parent / base[1]).resolve())
+
+    # Check all files before the first one is written.
+    texts_by_copy: dict[Path, str] = {}
+    for original in files:
+        copy = folder / original.relative_to(SHIPPED_RECIPES.resolve())
+        text = original.read_text(encoding="utf-8")
+        if copy.exists() and copy.read_text(encoding="utf-8") != text:
+            fix = "name another folder, or move this file"
+            raise SkilltrainError("output-exists", "is another file", where=copy, fix=fix)
+        texts_by_copy[copy] = text
+    for copy, text in texts_by_copy.items():
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        write_text(copy, text)
+    return [*texts_by_copy]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TypeVar
 
 from rich.console import Console, Group
@@ -40,8 +41,9 @@ def progress(
 ) -> Iterator[Callable[[int, str], None]]:
     """Show the progress of some work. Nothing is shown for a single item.
 
-    A terminal shows a bar with the remaining time, and a note below it. A log file gets a plain
-    line about every 30 seconds, and after the first item if that item takes more than a second.
+    A terminal shows a bar with the remaining time, and a note below it. So does a notebook, if
+    ipywidgets is installed. A log file gets a plain line about every 30 seconds, and after the
+    first item if that item takes more than a second.
 
     Args:
         description: Label of the bar.
@@ -54,7 +56,9 @@ def progress(
     if total == 1:
         yield lambda completed, note: None
         return
-    if not (console.is_terminal and is_main_process()):
+    # In a notebook, rich redraws a bar in a widget.
+    has_widgets = console.is_jupyter and find_spec("ipywidgets") is not None
+    if not ((console.is_terminal or has_widgets) and is_main_process()):
         yield _plain_progress(description, total, done)
         return
 

@@ -11,7 +11,15 @@ from typing import Any
 import typer
 
 # These modules add their commands to `app`.
-from skilltrain.cli import authors, evaluation, papers, publishing, routing, stages  # noqa: F401
+from skilltrain.cli import (  # noqa: F401
+    authors,
+    evaluation,
+    papers,
+    publishing,
+    routing,
+    setup,
+    stages,
+)
 from skilltrain.cli.app import app
 from skilltrain.config import removed_advice
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of

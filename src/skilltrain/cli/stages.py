@@ -1,4 +1,4 @@
-"""Commands that run stages, list recipes, and show tables and training lists."""
+"""Commands that run stages, and show tables and training lists."""
 
 import json
 from collections.abc import Sequence
@@ -25,22 +25,12 @@ from skilltrain.cli.app import (
     quietly,
     read_overrides,
     read_settings,
-    show,
 )
 from skilltrain.config import load_recipe
 from skilltrain.data import DataForm
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.plugins import load_plugin, plugin_paths
-from skilltrain.stage import (
-    PACKAGED_RECIPES,
-    STAGES,
-    TrainingStage,
-    command_of,
-    is_stage,
-    list_recipes,
-    parse_recipe,
-    schema_of,
-)
+from skilltrain.stage import STAGES, TrainingStage, command_of, parse_recipe
 from skilltrain.terminal import console, print_line
 from skilltrain.texts import printable
 
@@ -128,7 +118,7 @@ def train(
 ) -> None:
     """Train an encoder or a reranker.
 
-    For settings in sections, run: skilltrain recipes --schema train_encoder (or train_reranker)
+    For settings in sections, run: skilltrain recipes schema train_encoder (or train_reranker)
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
@@ -154,39 +144,6 @@ def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
             fix=f"run: skilltrain {command_of(stage.stage)} {file}",
         )
     return stage
-
-
-@app.command(rich_help_panel="Start here")
-def recipes(
-    stage: Annotated[
-        str | None, typer.Argument(help="list only recipes of this stage, e.g. train_encoder")
-    ] = None,
-    folder: Annotated[
-        Path | None,
-        typer.Option("--dir", help="folder of the recipes; default: recipes, or the package's own"),
-    ] = None,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="print the JSON Schema of recipes")
-    ] = False,
-) -> None:
-    """List the recipes of a folder, or print the JSON Schema of recipes.
-
-    Example: skilltrain recipes --schema train_encoder > train_encoder.schema.json
-    """
-    stages = plugin_paths("stage")
-    if stage is not None and not is_stage(stage):
-        problem = f"unknown stage {stage!r}; allowed: {', '.join(stages)}"
-        raise SkilltrainError("unknown-stage", problem, where="skilltrain recipes")
-    if schema:
-        show(schema_of([stage] if stage else stages))
-        return
-    if folder is None:
-        own_folder = Path("recipes")
-        folder = own_folder if own_folder.is_dir() else PACKAGED_RECIPES
-    for recipe in list_recipes(folder):
-        recipe_stage = recipe.facts[0]
-        if stage is None or stage == recipe_stage:
-            typer.echo(f"{recipe.path}  {'  '.join(recipe.facts)}\n    {recipe.about}")
 
 
 @app.command("inspect", rich_help_panel="Data")

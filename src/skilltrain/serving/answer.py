@@ -7,6 +7,7 @@ and the lead. So probabilities fall with rank.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from html import escape
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +18,7 @@ from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.formats import CALIBRATION
 from skilltrain.records import Ranking
+from skilltrain.texts import visible
 
 # Limits that keep the sum of weighted features finite.
 _MAX_WEIGHT = 1e12
@@ -94,6 +96,19 @@ class Answer:
     skills: tuple[RoutedSkill, ...]
     fits: bool
     num_likely: int | None
+
+    def _repr_html_(self) -> str:
+        """Return a table of the skills, which notebooks show. Texts of skills are escaped."""
+        has_probabilities = self.num_likely is not None
+        number = "probability" if has_probabilities else "score"
+        rows = [f"<tr><th>rank</th><th>skill</th><th>{number}</th><th>description</th></tr>"]
+        for skill in self.skills:
+            value = f"{skill.probability if has_probabilities else skill.score:.3f}"
+            cells = [str(skill.rank), skill.skill_id, value, skill.description]
+            row = "".join(f"<td>{escape(visible(cell))}</td>" for cell in cells)
+            rows.append(f"<tr>{row}</tr>")
+        note = "" if self.fits else "<p>No skill fits. These are the nearest.</p>"
+        return f"{note}<table>{''.join(rows)}</table>"
 
 
 @dataclass(frozen=True)
