@@ -263,12 +263,11 @@ def compare_passes(kind: str, folder: Path, out: Path) -> tuple[float, int]:
     return difference.item(), sum(finished)
 
 
-def count_and_sum(
-    finished: list[bool], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
+def count_and_sum(finished: list[bool], bucket) -> torch.futures.Future[torch.Tensor]:
     """Sum a bucket of gradients over the ranks, as DDP does. Record if no bucket follows."""
     finished.append(bucket.is_last())
-    return allreduce_hook(None, bucket)
+    all_ranks: Any = None
+    return allreduce_hook(all_ranks, bucket)
 
 
 def local_gradient(training: Training, batch: Batch) -> torch.Tensor:
