@@ -53,6 +53,8 @@ BUILT_IN = {
         "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
         "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
         "ranknet": "skilltrain.losses.pair_losses:RankNet",
+        "spread_out": "skilltrain.losses.spread_out:SpreadOut",
+        "sum": "skilltrain.losses.weighted_sum:WeightedSum",
     },
     "measure": {
         "Hit": "skilltrain.metrics.measures:hit",

@@ -335,6 +335,7 @@ class Training:
         seconds = time.monotonic() - start_time
         metrics = {
             "loss": mean_loss,
+            **self._mean_scalars(num_queries),
             "learning_rate": self.optimizer.param_groups[0]["lr"],
             "grad_norm": grad_norm,  # before clipping
             "queries_per_second": num_queries / seconds,
@@ -380,6 +381,17 @@ class Training:
 
         # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
+
+    def _mean_scalars(self, num_queries: int) -> dict[str, float]:
+        """Return the means over queries of the numbers that the loss recorded in this step."""
+        scalars = self.step_module.scalars
+        if not scalars:
+            return {}
+        names = sorted(scalars)  # all ranks record the same names, and add them in this order
+        sums = self._sum_over_ranks([float(scalars[name]) for name in names])
+        means = (sums / num_queries).tolist()
+        scalars.clear()
+        return {f"loss/{name}": mean for name, mean in zip(names, means, strict=True)}
 
     def _check_deepspeed_step(self, *_: Any) -> None:
         """Check the norm of the gradient before DeepSpeed changes the weights.
@@ -470,6 +482,7 @@ class Training:
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
         self.step_module.count.clear()  # drop the tokens of this batch
+        self.step_module.scalars.clear()
         del moments
 
         if device.type == "cuda":
