@@ -3,6 +3,7 @@
 import ctypes
 import math
 import platform
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -111,16 +112,42 @@ def _split(lists: Batch, size: int) -> list[Batch]:
 
 
 def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
-    """Return the optimiser of the parameters that train, with weight decay for matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim > 1]
-    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]  # without empty groups
-    return config.optimizer.create(groups, config.learning_rate)
+    """Return the optimiser of the parameters that train, with weight decay for matrices only.
+
+    Each group of parameters also has `rate_scale`, the factor of its learning rate.
+    """
+    scales = rate_scales(model, config.layer_decay)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}  # by weight decay and factor
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = config.weight_decay if parameter.ndim > 1 else 0.0
+            scale = scales[name]
+            group = {"params": [], "weight_decay": decay, "rate_scale": scale}
+            groups.setdefault((decay, scale), group)["params"].append(parameter)
+    return config.optimizer.create([*groups.values()], config.learning_rate)
+
+
+def rate_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Return the factor of the learning rate of each parameter, by its name.
+
+    The factor is 1 at the top of the network, and is multiplied by `layer_decay` at each layer
+    below. Heads and final norms are above the layers, and token embeddings below.
+
+    For a network of 2 layers without a head and `layer_decay` 0.9:
+        encoder.layer.1.output.dense.bias → 1
+        encoder.layer.0.output.dense.bias → 0.9
+        embeddings.word_embeddings.weight → 0.81
+    """
+    heights: dict[str, float] = {}
+    for name, _ in model.named_parameters():
+        # The first number in a name is that of the layer.
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer:
+            heights[name] = int(layer[1])
+        else:
+            heights[name] = -1 if "embed" in name else math.inf
+    levels = sorted({*heights.values()}, reverse=True)  # the top first
+    return {name: layer_decay ** levels.index(height) for name, height in heights.items()}
 
 
 def learning_rate_factor(step: int, num_steps: int, config: TrainingConfig) -> float:
@@ -302,7 +329,7 @@ class Training:
         """
         factor = learning_rate_factor(self.position.step, num_steps, self.config)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * factor
+            group["lr"] = self.config.learning_rate * factor * group["rate_scale"]
 
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Run one optimiser step, and return its metrics by name.
@@ -336,7 +363,7 @@ class Training:
         metrics = {
             "loss": mean_loss,
             **self._mean_scalars(num_queries),
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            "learning_rate": max(group["lr"] for group in self.optimizer.param_groups),
             "grad_norm": grad_norm,  # before clipping
             "queries_per_second": num_queries / seconds,
             "tokens_per_second": num_tokens / seconds,

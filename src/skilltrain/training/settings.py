@@ -136,6 +136,13 @@ class TrainingConfig(Config):
     )
     optimizer: AnyOptimizer = Field(default=AdamW(), description="what updates the weights")
     weight_decay: float = Field(default=0.01, ge=0, description="decay of matrices")
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="factor of the learning rate from each layer to the layer below; 1: none",
+    )
+    freeze_embeddings: bool = Field(default=False, description="do not train the token embeddings")
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="gradients are clipped to this norm"
     )

@@ -294,6 +294,8 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
                 raise SkilltrainError("exceeds-model", fault, where="loss.dims")
     else:
         model = load_reranker(source, device, options, new_head=True)
+    if config.training.freeze_embeddings:
+        model.network.get_input_embeddings().requires_grad_(False)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
         if config.training.dtype_on(default_device()) == torch.bfloat16:
