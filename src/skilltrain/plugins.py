@@ -44,6 +44,7 @@ BUILT_IN = {
         "ceiling": "skilltrain.data.filter_layers:CeilingLayer",
         "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
     },
+    "hook": {},  # only of other packages
     "loss": {
         "infonce": "skilltrain.losses.infonce:InfoNCE",
         "kl": "skilltrain.losses.list_losses:KL",

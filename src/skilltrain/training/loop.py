@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
+from skilltrain.plugins import load_plugin
 from skilltrain.runs import CHECKPOINTS
 from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import (
@@ -35,6 +36,7 @@ from skilltrain.training.checkpoint import (
 )
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_folder_is_shared, shards_state, shards_weights
+from skilltrain.training.hooks import Hook
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule
@@ -206,6 +208,7 @@ class Training:
         step_module: The model with its loss. Its data and token counts are read here.
         model: The step module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
         optimizer: The optimiser, wrapped by the launcher.
+        hooks: Code of the user that runs after steps and evaluations.
         position: Progress of the run.
         batches: Batches of the current step, with the lists of all ranks.
         seconds_at_checkpoint: Seconds of the run until its last checkpoint.
@@ -230,6 +233,7 @@ class Training:
         optimizer = new_optimizer(step, config)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
         self.batches: Sequence[Batch] = ()
+        self.hooks: list[Hook] = [load_plugin("hook", name)() for name in config.hooks]
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # DeepSpeed updates the weights within `backward`, and the norm of the gradient is not
             # known earlier. So a hook checks the step just before the optimiser's update.
@@ -241,6 +245,9 @@ class Training:
         # Without a checkpoint, the run starts at step 0.
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
+        # A new run has no states of hooks yet.
+        for hook, state in zip(self.hooks, self.position.hook_states, strict=False):
+            hook.load_state_dict(state)
 
         # A resumed run keeps the token budget of its first start: another one changes the rounding.
         token_budget = self.position.token_budget or step.settings.token_budget
@@ -283,6 +290,8 @@ class Training:
                 metrics = self._update(batches)  # also adds 1 to `position.step`
                 position.seconds = time.monotonic() - start_time
                 metrics = {"epoch": position.step / steps_per_epoch, **metrics}
+                for hook in self.hooks:
+                    hook.on_step(position.step, metrics, self.step_module.model)
                 log.write(position.step, metrics)
                 show(position.step, note_of(metrics))
                 return_free_memory(position.step, self.accelerator.device)
@@ -466,12 +475,15 @@ class Training:
         self.model.train()
         self.step_module.count.clear()  # drop the tokens of the evaluation
 
+        for hook in self.hooks:
+            hook.on_eval(num_steps_done, metrics, self.step_module.model)
         log.write_dev(num_steps_done, metrics)
         say(f"step {num_steps_done}: {dev.line(metrics)}")
         return self.position.best.update(num_steps_done, dev.config.metric, metrics)
 
     def _save(self) -> None:
         self.seconds_at_checkpoint = self.position.seconds
+        self.position.hook_states = [hook.state_dict() for hook in self.hooks]
         folder = self.run.checkpoints
         keep = self.config.keep_checkpoints
         save_checkpoint(self.accelerator, self.model, self.optimizer, folder, self.position, keep)

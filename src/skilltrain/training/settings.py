@@ -12,6 +12,7 @@ from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rankers import OWN, AnyRanker, flatten_rankers
+from skilltrain.training.hooks import HookName
 from skilltrain.training.log import TrackerName
 from skilltrain.training.optimizers import AdamW, AnyOptimizer, AnyScheduler, Cosine
 
@@ -172,6 +173,9 @@ class TrainingConfig(Config):
         default=2, ge=1, description="newest checkpoints kept, in addition to the best"
     )
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
+    hooks: tuple[HookName, ...] = Field(
+        default=(), description="code to run after steps and evaluations: names or import paths"
+    )
 
     def token_budget_on(self, device: torch.device) -> int:
         """Return `token_budget`, or the default for a device.
