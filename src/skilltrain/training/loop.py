@@ -9,7 +9,8 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -93,24 +94,35 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
     return sample
 
 
-def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[Batch]]:
+def step_batches(
+    lists: Sequence[TrainingList], config: TrainingConfig
+) -> Iterator[Sequence[Batch]]:
     """Yield the batches of each optimiser step, for all epochs.
 
     With batch_size 8 and accumulation 4, for example, a step has 4 batches of 8 lists.
-    The order of the lists depends only on the seed and the epoch.
+    The order of the lists, and the sample of their negatives, depend only on the seed and the
+    epoch.
     """
-    step_size = config.batch_size * config.accumulation
     for epoch in range(config.epochs):
         rng = np.random.default_rng([config.seed, epoch])
         sample = sample_epoch(lists, rng)
         shuffled = [sample[position] for position in rng.permutation(len(sample))]
-        for step_lists in _split(shuffled, step_size):
-            yield _split(step_lists, config.batch_size)
+        if config.num_negatives is not None:
+            shuffled = [each.with_negatives(config.num_negatives, rng) for each in shuffled]
+
+        batches = _split(shuffled, config.batch_size)
+        if config.one_origin_batches:
+            batches = []
+            get_origin = attrgetter("origin")
+            for _, group in groupby(sorted(shuffled, key=get_origin), key=get_origin):
+                batches += _split([*group], config.batch_size)
+            batches = [batches[position] for position in rng.permutation(len(batches))]
+        yield from _split(batches, config.accumulation)
 
 
-def _split(lists: Batch, size: int) -> list[Batch]:
-    """Split lists into batches of `size`. The last one may be smaller."""
-    return [lists[start : start + size] for start in range(0, len(lists), size)]
+def _split(items: Sequence[Any], size: int) -> list[Any]:
+    """Split items into parts of `size`. The last part may be smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:

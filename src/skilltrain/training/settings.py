@@ -128,6 +128,14 @@ class TrainingConfig(Config):
         default=8, ge=1, description="queries per forward pass, over all ranks together"
     )
     accumulation: int = Field(default=4, ge=1, description="forward passes per optimiser step")
+    num_negatives: int | None = Field(
+        default=None,
+        ge=1,
+        description="negatives of each list, sampled anew in every epoch; null: all of the list",
+    )
+    one_origin_batches: bool = Field(
+        default=False, description="each batch has queries of one origin (column of QUERIES)"
+    )
     learning_rate: float = Field(default=2e-5, gt=0, description="peak of the schedule")
     warmup_share: float = Field(
         default=0.05, ge=0, lt=1, description="share of the steps that warm up"
