@@ -41,34 +41,44 @@ class Sums(Hook):
 
 
 def run(step, folder, resume):
-    """Train with the hook, evaluate after every step, and return the lines of the log."""
+    """Train with the hook, and evaluate after every step."""
     AcceleratorState._reset_state(reset_partial_state=True)
     config = CONFIG.model_copy(update={"hooks": (f"{__name__}:Sums",)})
     dev = scripted_dev([1, 2, 1, 2, 1, 2], folder, max_skills=None)
     train(training_runs.accelerator(), step, config, Run(folder, resume, {}, dev))
+
+
+@pytest.fixture(scope="module")
+def whole(model_folders, tmp_path_factory):
+    """The folder of a training run that nothing disturbed."""
+    folder = tmp_path_factory.mktemp("whole")
+    run(new_step(model_folders["bert"]), folder, resume=False)
+    return folder
+
+
+def step_rows(folder):
     return [row for row in read_log(folder) if "loss" in row]
 
 
-def test_hook_sees_steps_and_evaluations(model_folders, tmp_path):
-    rows = run(new_step(model_folders["bert"]), tmp_path, resume=False)
+def test_hook_sees_steps_and_evaluations(whole):
+    rows = step_rows(whole)
 
     losses = [row["loss"] for row in rows]
-    values = [value for _, value in dev_rows(tmp_path)]
+    values = [value for _, value in dev_rows(whole)]
     assert rows[-1]["total_loss"] == pytest.approx(sum(losses), rel=1e-5)
     assert rows[-1]["total_mrr"] == pytest.approx(sum(values[:-1]))
 
 
-def test_resumed_run_restores_hook(model_folders, tmp_path):
+def test_resumed_run_restores_hook(whole, model_folders, tmp_path):
     folder = model_folders["bert"]
 
-    rows = run(new_step(folder), tmp_path / "whole", resume=False)
     with raises("interrupted"):
         cut_step = training_runs.signal_in(new_step(folder), 3, signal.SIGINT)
-        run(cut_step, tmp_path / "cut", resume=False)
-    resumed_rows = run(new_step(folder), tmp_path / "cut", resume=True)
+        run(cut_step, tmp_path, resume=False)
+    run(new_step(folder), tmp_path, resume=True)
 
-    totals = [row["total_loss"] for row in rows]
-    assert [row["total_loss"] for row in resumed_rows] == totals
+    totals = [row["total_loss"] for row in step_rows(whole)]
+    assert [row["total_loss"] for row in step_rows(tmp_path)] == totals
 
 
 @pytest.mark.parametrize(

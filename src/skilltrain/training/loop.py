@@ -302,8 +302,6 @@ class Training:
                 metrics = self._update(batches)  # also adds 1 to `position.step`
                 position.seconds = time.monotonic() - start_time
                 metrics = {"epoch": position.step / steps_per_epoch, **metrics}
-                for hook in self.hooks:
-                    hook.on_step(position.step, metrics, self.step_module.model)
                 log.write(position.step, metrics)
                 show(position.step, note_of(metrics))
                 return_free_memory(position.step, self.accelerator.device)
@@ -393,6 +391,8 @@ class Training:
         device = self.accelerator.device
         if device.type == "cuda":
             metrics["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        for hook in self.hooks:
+            hook.on_step(self.position.step, metrics, self.step_module.model)
         return metrics
 
     def _backward(self, batches: Sequence[Batch], num_queries: int) -> float:

@@ -299,7 +299,6 @@ def _read_lists(
     verdicts_by_query = read_verdicts(folder)
     irrelevant_gain = source.gains[Verdict.IRRELEVANT]  # subtracted, so that it becomes 0
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
-
     lists: list[TrainingList] = []
     for row in read_lists(folder)[: source.max_lists]:
         query_id = row["query_id"]
