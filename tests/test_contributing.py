@@ -47,6 +47,7 @@ PLACES = {
     "analyses": "evaluation",
     "optimizers": "training",
     "schedulers": "training",
+    "hooks": "training",
     "prompts": "data",
     "stages": "data",
     "commands": "cli",

@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.multiprocessing as multiprocessing
@@ -20,7 +21,7 @@ from skilltrain.files import locked
 from skilltrain.losses import InfoNCE
 from skilltrain.metrics.measures import Relevance
 from skilltrain.models import cpu_linear
-from skilltrain.records import Query
+from skilltrain.records import Query, Verdict
 from skilltrain.retrieval.cascade import Cascade
 from skilltrain.training import loop
 from skilltrain.training.checkpoint import checkpoints
@@ -121,6 +122,62 @@ def test_weight_repeats_list_in_epoch():
         assert sorted(counts[8:]) == [2, 2, 2, 3]
         halves.append(counts[4:8])
     assert halves[0] != halves[1], "each epoch samples anew"
+
+
+def test_each_epoch_samples_negatives():
+    lists = training_set(NUM_LISTS, most_candidates=6).lists
+    config = CONFIG.model_copy(update={"num_negatives": 2})
+
+    epochs = [*chain.from_iterable(chain.from_iterable(step_batches(lists, config)))]
+
+    whole = {training_list.query_id: training_list for training_list in lists}
+    is_other = []  # whether the second epoch has other negatives than the first
+    for first in epochs[:NUM_LISTS]:
+        training_list = whole[first.query_id]
+        (second,) = [each for each in epochs[NUM_LISTS:] if each.query_id == first.query_id]
+        num_negatives = training_list.is_positive.count(False)
+        assert first.is_positive.count(False) == min(2, num_negatives)
+        assert first.is_positive.count(True) == training_list.is_positive.count(True)
+        pairs = zip(training_list.skill_ids, training_list.gains, strict=True)
+        assert dict(zip(first.skill_ids, first.gains, strict=True)).items() <= dict(pairs).items()
+        is_other.append(first.skill_ids != second.skill_ids)
+    assert any(is_other)
+    assert [*chain.from_iterable(chain.from_iterable(step_batches(lists, config)))] == epochs
+
+
+def test_sampled_negatives_keep_their_columns():
+    verdicts = (Verdict.REQUIRED, Verdict.IRRELEVANT, Verdict.REJECTED)
+    training_list = replace(
+        training_set(1).lists[0],
+        skill_ids=("a", "b", "c"),
+        gains=(1.0, 0.0, -1.0),
+        positives=frozenset("a"),
+        teacher_scores=(3.0, 2.0, 1.0),
+        verdicts=verdicts,
+    )
+
+    sample = training_list.with_negatives(1, np.random.default_rng(0))
+
+    position = {"b": 1, "c": 2}[sample.skill_ids[1]]
+    assert sample.gains == (1.0, training_list.gains[position])
+    assert sample.teacher_scores == (3.0, (3.0, 2.0, 1.0)[position])
+    assert sample.verdicts == (Verdict.REQUIRED, verdicts[position])
+
+
+def test_batches_can_have_one_origin():
+    lists = [
+        replace(training_list, origin="people" if number % 3 else "model")
+        for number, training_list in enumerate(training_set(NUM_LISTS).lists)
+    ]
+    config = CONFIG.model_copy(update={"one_origin_batches": True, "epochs": 1})
+
+    batches = [*chain.from_iterable(step_batches(lists, config))]
+
+    assert sorted(map(len, batches)) == [1, 3, 4, 4, 4, 4]  # 7 of the model, 13 of people
+    origins = [{training_list.origin for training_list in batch} for batch in batches]
+    assert all(len(each) == 1 for each in origins)
+    assert origins != sorted(origins, key=str), "the batches are shuffled"
+    assert sorted(query_ids(batches)) == sorted(query_ids([lists]))
 
 
 def test_only_matrices_decay():

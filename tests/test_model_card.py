@@ -173,6 +173,14 @@ def test_card_shows_server_requests():
     assert 'text-embeddings-router --model-id "our-team/x"' in card
 
 
+def test_card_warns_of_servers_without_bidirectional_attention():
+    card = model_card(record(EncoderSettings(bidirectional=True)))
+
+    assert "`is_causal: false`" in card
+    assert "is_causal" not in model_card(record(EncoderSettings()))
+    assert "first.\n\n```bash\nvllm serve" in card
+
+
 def test_server_adds_no_empty_prompt():
     card = model_card(record(EncoderSettings()))
 

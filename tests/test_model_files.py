@@ -34,7 +34,7 @@ MODELS = "sentence_transformers.models"
 TRANSFORMER = f"{MODELS}.Transformer"
 POOLING = f"{MODELS}.Pooling"
 NORMALIZE = f"{MODELS}.Normalize"
-DENSE = f"{MODELS}.Dense"
+CNN = f"{MODELS}.CNN"
 
 
 # On the Hub -------------------------------------------------------------------
@@ -563,7 +563,7 @@ def test_folder_without_settings_has_defaults(model_folders):
 
 
 def test_skilltrain_record_overrides_modules(plain):
-    folder = plain(modules=(TRANSFORMER, DENSE))
+    folder = plain(modules=(TRANSFORMER, CNN))
     record = {"kind": "encoder", "settings": {"pooling": "cls", "max_tokens": 64}}
     (Path(folder) / "skilltrain.json").write_text(json.dumps(record))
 
@@ -586,8 +586,8 @@ CLS_AND_MEAN = {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": True
     ("files", "message"),
     [
         (
-            {"modules": (TRANSFORMER, POOLING, DENSE)},
-            "asks for sentence_transformers.models.Dense, which an encoder here does not compute",
+            {"modules": (TRANSFORMER, POOLING, CNN)},
+            "asks for sentence_transformers.models.CNN, which an encoder here does not compute",
         ),
         ({"modules": ("custom_st.Transformer", POOLING)}, "asks for custom_st.Transformer"),
         (

@@ -12,10 +12,17 @@ from accelerate.utils import DistributedType
 import training_runs
 from faults import raises
 from skilltrain.training import engine
-from skilltrain.training.loop import Run, learning_rate_factor, new_optimizer, train
+from skilltrain.training.loop import (
+    Run,
+    Training,
+    learning_rate_factor,
+    new_optimizer,
+    train,
+)
 from skilltrain.training.memory import held_bytes
 from skilltrain.training.optimizers import Adafactor, AdamW, AdamW8bit, OptimizerConfig
 from skilltrain.training.settings import TrainingConfig
+from skilltrain.training.train import TrainEncoder, load_model
 from test_engine import Launched
 from training_runs import CONFIG, new_step
 
@@ -94,7 +101,7 @@ def test_sharded_run_needs_adamw():
 def test_stopped_run_resumes_bit_identically(model_folders, tmp_path, optimizer):
     if optimizer.name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    config = CONFIG.model_copy(update={"optimizer": optimizer})
+    config = CONFIG.model_copy(update={"optimizer": optimizer, "layer_decay": 0.9})
     folder = model_folders["bert_dropout"]
 
     def run(step, out, resume):
@@ -110,3 +117,36 @@ def test_stopped_run_resumes_bit_identically(model_folders, tmp_path, optimizer)
     first = dict(new_step(folder).named_parameters())
     assert any(not torch.equal(first[name], value) for name, value in whole.items())
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_layers_below_learn_more_slowly(model_folders, tmp_path):
+    config = CONFIG.model_copy(update={"layer_decay": 0.9, "warmup_share": 0})
+    step = new_step(model_folders["bert"])
+    names = {id(parameter): name for name, parameter in step.named_parameters()}
+
+    training = Training(training_runs.accelerator(), step, config, Run(tmp_path, False, {}))
+    training._set_learning_rate(num_steps=4)
+
+    rates = {}
+    for group in training.optimizer.param_groups:
+        for parameter in group["params"]:
+            rates[names[id(parameter)].removeprefix("model.backbone.")] = group["lr"]
+    top = rates["encoder.layer.1.output.dense.bias"]
+    below = rates["encoder.layer.0.output.dense.bias"]
+    bottom = rates["embeddings.word_embeddings.weight"]
+    assert [top, below, bottom] == pytest.approx([1e-3, 0.9e-3, 0.81e-3])
+
+
+def test_frozen_embeddings_do_not_train(model_folders):
+    recipe = {
+        "stage": "train_encoder",
+        "model": {"source": str(model_folders["bert"])},
+        "data": {"pool": "p", "lists": "l"},
+        "training": {"freeze_embeddings": True},
+        "out": "o",
+    }
+
+    model = load_model(TrainEncoder.model_validate(recipe), torch.device("cpu"))
+
+    frozen = [name for name, value in model.named_parameters() if not value.requires_grad]
+    assert frozen == ["backbone.embeddings.word_embeddings.weight"]

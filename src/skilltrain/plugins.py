@@ -46,6 +46,7 @@ BUILT_IN = {
         "ceiling": "skilltrain.data.filter_layers:CeilingLayer",
         "rank_window": "skilltrain.data.filter_layers:RankWindowLayer",
     },
+    "hook": {},  # only of other packages
     "loss": {
         "infonce": "skilltrain.losses.infonce:InfoNCE",
         "kl": "skilltrain.losses.list_losses:KL",
@@ -55,6 +56,8 @@ BUILT_IN = {
         "matryoshka": "skilltrain.losses.matryoshka:Matryoshka",
         "pointwise_bce": "skilltrain.losses.list_losses:PointwiseBCE",
         "ranknet": "skilltrain.losses.pair_losses:RankNet",
+        "spread_out": "skilltrain.losses.spread_out:SpreadOut",
+        "sum": "skilltrain.losses.weighted_sum:WeightedSum",
     },
     "measure": {
         "Hit": "skilltrain.metrics.measures:hit",

@@ -17,6 +17,8 @@ from skilltrain.losses.scored_batch import (
     ScoredBatch,
     Vectors,
 )
+from skilltrain.losses.spread_out import SpreadOut
+from skilltrain.losses.weighted_sum import WeightedSum, flatten_loss
 
 __all__ = [
     "KL",
@@ -33,5 +35,8 @@ __all__ = [
     "RankNet",
     "RerankerLoss",
     "ScoredBatch",
+    "SpreadOut",
     "Vectors",
+    "WeightedSum",
+    "flatten_loss",
 ]

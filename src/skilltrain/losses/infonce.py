@@ -32,6 +32,7 @@ class InfoNCE(Loss):
             query_to_query: (q, each query that shares no answer with q),
             skill_to_skill: (p, each skill of another list that is a negative of q).
         per_direction: the mean of the cross-entropy of q over skills and that of p over queries.
+        negatives: own or in_batch leave the other negatives of q out of the sum over skills.
         push_share a: (1 - a) contrast(without rejected skills) + a contrast(only positives and
             rejected skills). Rejected skills have a gain below 0.
     Inputs: cosines in [-1, 1]; any gains, positives above 0; false negatives in the batch are
@@ -54,6 +55,10 @@ class InfoNCE(Loss):
     partition: Literal["joint", "per_direction"] = Field(
         default="joint",
         description="one denominator for all directions, or the mean of one loss for each",
+    )
+    negatives: Literal["all", "own", "in_batch"] = Field(
+        default="all",
+        description="negatives of a query: all, those of its own list, or those of other lists",
     )
     push_share: float = Field(
         default=0.0, ge=0, lt=1, description="share of the loss that pushes rejected skills away"
@@ -99,6 +104,11 @@ class InfoNCE(Loss):
             More directions, partition joint: all directions have one common denominator.
             More directions, partition per_direction: the mean of one loss per direction.
         """
+        # Leave out the negatives that `negatives` does not name.
+        is_chosen = {"all": batch.valid, "own": batch.is_own, "in_batch": ~batch.is_own}
+        is_kept = batch.is_positive | is_chosen[self.negatives]  # [query, candidate]
+        batch = replace(batch, valid=batch.valid & is_kept)
+
         if self.push_share:
             return self._pull_and_push(batch)
         if len(self.directions) == 1:  # query_to_skill

@@ -26,6 +26,7 @@ class Matryoshka(Loss):
     """
 
     fits_reranker: ClassVar[bool] = False
+    can_be_part: ClassVar[bool] = False
     name: Literal["matryoshka"] = "matryoshka"
     loss: RerankerLoss = Field(default=InfoNCE(), description="what is learnt at every width")
     dims: tuple[PositiveInt, ...] = Field(

@@ -42,11 +42,15 @@ class Vectors:
         queries: Queries of this rank.
         skills: Skills of all ranks.
         all_queries: Queries of all ranks. It has 0 rows unless the loss needs other directions.
+        query_ids: Ids of `queries`, to look up stored vectors.
+        skill_ids: Ids of `skills`. The windows of a long skill share its id.
     """
 
     queries: Float[Tensor, "query dim"]
     skills: Float[Tensor, "candidate dim"]
     all_queries: Float[Tensor, "other dim"]
+    query_ids: tuple[str, ...] = ()
+    skill_ids: tuple[str, ...] = ()
 
     @property
     def scores(self) -> Float[Tensor, "query candidate"]:
@@ -57,7 +61,7 @@ class Vectors:
         matrices = (self.queries, self.skills, self.all_queries)
         with torch.autocast(self.skills.device.type, enabled=False):
             truncated = [torch.nn.functional.normalize(each[:, :dim], dim=1) for each in matrices]
-        return Vectors(*truncated)
+        return Vectors(*truncated, query_ids=self.query_ids, skill_ids=self.skill_ids)
 
 
 def cosines(
@@ -96,6 +100,11 @@ class ScoredBatch:
 
             Positives are the (query, skill) pairs of `is_positive`, in its order. Rows do not
             depend on each other, so the losses of ranks can be added.
+        own: Whether the candidate is in the list of the query itself. The others are in-batch
+            negatives. None: all candidates are in the list.
+        untaught: Candidates that are not valid only because they have no teacher score, for a loss
+            that needs `teacher_scores`.
+        scalars: Numbers that the loss has recorded for the log, by name.
     """
 
     scores: Float[Tensor, "query candidate"]
@@ -105,6 +114,14 @@ class ScoredBatch:
     positive: Bool[Tensor, "query candidate"] | None = None
     optional_vectors: Vectors | None = None
     negatives: Mapping[Direction, Bool[Tensor, "_ _"]] = field(default_factory=dict)
+    own: Bool[Tensor, "query candidate"] | None = None
+    untaught: Bool[Tensor, "query candidate"] | None = None
+    scalars: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def is_own(self) -> Bool[Tensor, "query candidate"]:
+        """Which candidates are in the query's own list. The others are in-batch negatives."""
+        return torch.ones_like(self.valid) if self.own is None else self.own
 
     @property
     def is_positive(self) -> Bool[Tensor, "query candidate"]:
@@ -129,6 +146,26 @@ class ScoredBatch:
     def filled(self, filler: float) -> Float[Tensor, "query candidate"]:
         """Return the scores with `filler` at invalid candidates, so that these get no gradient."""
         return self.scores.masked_fill(~self.valid, filler)
+
+    def for_needs(self, needs: Needs) -> "ScoredBatch":
+        """Return the batch as a part of the loss needs it.
+
+        A part without `teacher_scores` also gets the candidates that have no teacher score.
+        """
+        if self.untaught is None or needs.teacher_scores:
+            return self
+        return replace(self, valid=self.valid | self.untaught, untaught=None)
+
+    def record(self, name: str, value: Float[Tensor, ""]) -> None:
+        """Show a number in the log and the trackers, as `loss/NAME`.
+
+        Args:
+            name: Name of the number. Every call of the loss must record the same names, because
+                the ranks add their numbers.
+            value: Sum over the queries of the batch. The log shows the mean over all queries of a
+                step.
+        """
+        self.scalars[name] = self.scalars.get(name, 0.0) + value.detach()
 
     def truncated(self, dim: int) -> "ScoredBatch":
         """Return the same batch scored by the first `dim` coordinates of its vectors."""
@@ -159,6 +196,8 @@ class Loss(Config):
 
     fits_reranker: ClassVar[bool] = True
     """False for a loss that always needs vectors."""
+    can_be_part: ClassVar[bool] = True
+    """False for a loss that contains other losses, which cannot be a part of `sum`."""
     # Of type Any, so that a subclass can have a Literal or a str.
     name: Any = Field(description="name of the loss, or its import path")
 
@@ -174,6 +213,7 @@ class Loss(Config):
 
 # Losses in recipes are found by name; `only` is the class attribute that must be true.
 EncoderLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name")]
+PartLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="can_be_part")]
 RerankerLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="fits_reranker")]
 
 

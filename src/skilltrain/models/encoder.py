@@ -23,10 +23,12 @@ from skilltrain.models.micro_batches import (
 )
 from skilltrain.models.pooling import (
     DEFAULT_QUERY_TOKENS,
+    PROJECTED,
     ForeignSettings,
     Pooling,
     at_least_float32,
     foreign_settings,
+    load_projections,
     pool,
 )
 from skilltrain.models.tokens import TextTokenizer
@@ -46,6 +48,7 @@ class EncoderSettings(Config):
     query_max_tokens: int = Field(default=DEFAULT_QUERY_TOKENS, ge=8)
     template: EncoderTemplate = EncoderTemplate()
     chunks: Chunks = Chunks()
+    bidirectional: bool = False
 
     def window(self, skill: Skill, number: int) -> tuple[int, int]:
         """Return the start and the end of a window in a skill's body, in characters.
@@ -81,6 +84,11 @@ class EncoderConfig(loading.ModelConfig):
     chunks: Chunks | None = Field(
         default=None, description="windows of a body; null: as the folder says, or one"
     )
+    bidirectional: bool | None = Field(
+        default=None,
+        description="let each token of a causal model attend to later tokens too; null: as the "
+        "folder says, or false",
+    )
 
 
 class Encoder(nn.Module):
@@ -92,12 +100,14 @@ class Encoder(nn.Module):
         settings: Pooling, token limits, template and windows.
         text_tokenizer: Tokenizer of untrusted texts.
         is_packed: Whether the texts of a micro-batch form one row without padding.
+        projection: Linear layers that vectors of texts and tokens pass through. It may be empty.
     """
 
     def __init__(self, backbone: Any, tokenizer: Any, settings: EncoderSettings) -> None:
         """Make an encoder, which pads texts until `enable_packing` is called."""
         super().__init__()
         self.backbone: Any = backbone
+        self.projection: Any = nn.Sequential()
         self.tokenizer = tokenizer
         self.settings = settings
         self.text_tokenizer = TextTokenizer(tokenizer)
@@ -105,7 +115,7 @@ class Encoder(nn.Module):
         # Find out whether every attention layer is causal.
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
         causal_flags.discard(None)  # modules without attention
-        self._is_causal = causal_flags == {True}
+        self._is_causal = causal_flags == {True} and getattr(backbone.config, "is_causal", True)
 
     @property
     def device(self) -> torch.device:
@@ -118,6 +128,8 @@ class Encoder(nn.Module):
 
     @property
     def dim(self) -> int:
+        if self.projection:
+            return self.projection[-1].out_features
         return self.backbone.config.hidden_size
 
     def tokenize(self, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
@@ -190,10 +202,10 @@ class Encoder(nn.Module):
         if self.is_packed:
             # All texts are in one row. Packing implies pooling of the last token.
             packed = shared_prompt.VarlenTexts(texts, self.device)
-            last = shared_prompt.last_hidden(self.backbone, packed, texts)  # [text, dim]
-            return nn.functional.normalize(at_least_float32(last), dim=-1)
-        hidden, mask = self._hidden(texts)  # [text, token, dim], [text, token]
-        return nn.functional.normalize(pool(hidden, mask, self.settings.pooling), dim=-1)
+            last = shared_prompt.last_hidden(self.backbone, packed, texts)  # [text, hidden]
+            return self._unit_vectors(last)
+        hidden, mask = self._hidden(texts)  # [text, token, hidden], [text, token]
+        return self._unit_vectors(pool(hidden, mask, self.settings.pooling))
 
     def with_tokens(self, texts: Texts, num_tokens: int) -> Float[Tensor, "text row dim"]:
         """Return the unit vector of each text, followed by the unit vectors of its tokens.
@@ -202,13 +214,19 @@ class Encoder(nn.Module):
             texts: Token ids or embedded tokens of each text.
             num_tokens: Number of token vectors per text. A shorter text ends with zero vectors.
         """
-        hidden, mask = self._hidden(texts)  # [text, token, dim], [text, token]
-        text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, dim]
-        token_rows = hidden * mask[:, :, None]  # [text, token, dim], padding is 0
-        rows = nn.functional.normalize(torch.cat([text_rows, token_rows], 1), dim=-1)
+        hidden, mask = self._hidden(texts)  # [text, token, hidden], [text, token]
+        text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, hidden]
+        rows = self._unit_vectors(torch.cat([text_rows, hidden], 1))  # [text, 1 + token, dim]
+        # Rows of padding are 0. The first row of each text is the vector of the text.
+        rows = rows * nn.functional.pad(mask, (1, 0), value=1)[:, :, None]
         # A micro-batch is padded to its longest text. Add zero rows up to `num_tokens`.
         num_missing_rows = 1 + num_tokens - rows.shape[1]
         return nn.functional.pad(rows, (0, 0, 0, num_missing_rows))
+
+    def _unit_vectors(self, vectors: Float[Tensor, "... hidden"]) -> Float[Tensor, "... dim"]:
+        """Apply the projection, and return unit vectors in float32 or wider."""
+        projected = self.projection({PROJECTED: at_least_float32(vectors)})[PROJECTED]
+        return nn.functional.normalize(at_least_float32(projected), dim=-1)
 
     def _hidden(
         self, texts: Texts
@@ -254,7 +272,14 @@ def load_encoder(
     backbone = loading.load_network(AutoModel, folder, tokenizer, all_options)
     # The cache of keys and values is for generating text, which an encoder does not do.
     backbone.config.use_cache = False
-    return Encoder(backbone.to(device).eval(), tokenizer, settings)
+    if settings.bidirectional:
+        # transformers, sentence-transformers and vLLM read this key of config.json.
+        backbone.config.is_causal = False
+    encoder = Encoder(backbone.to(device).eval(), tokenizer, settings)
+    encoder.projection.extend(load_projections(folder, model_config))
+    # On the device meta, a projection stays on the CPU, because `export` copies its values.
+    encoder.projection.to("cpu" if device.type == "meta" else device)
+    return encoder
 
 
 def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:

@@ -38,7 +38,8 @@ _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")  # owner/name or owner/name
 
 # Files to download from the Hub. Weights in subfolders or of other formats are not used.
 _SETTINGS_PATTERNS = ["*.json", "*.txt", "*.model", "*.jinja"]
-_UNUSED_PATTERNS = ["*/*.safetensors", "consolidated*", "onnx/*"]
+# A folder whose name begins with a number, such as 2_Dense, belongs to a module.
+_UNUSED_PATTERNS = ["[!0-9]*/*.safetensors", "consolidated*", "onnx/*"]
 
 # Files that count in a model's fingerprint.
 _MODEL_SUFFIXES = (".safetensors", ".json", ".txt", ".model", ".py")

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors.torch import save_file
 
 from skilltrain.files import write_json
 from skilltrain.models.encoder import Encoder
@@ -22,6 +23,7 @@ _VERSION = {"sentence_transformers": "6.2.0"}
 _TRANSFORMER = "sentence_transformers.models.Transformer"
 _NORMALIZE = "sentence_transformers.models.Normalize"
 _POOLING = "sentence_transformers.models.Pooling"
+_DENSE = "sentence_transformers.models.Dense"
 _MASK = "sentence_transformers.multi_vector_encoder.modules.multi_vector_mask.MultiVectorMask"
 _LOGIT_SCORE = "sentence_transformers.cross_encoder.modules.logit_score.LogitScore"
 IDENTITY = "torch.nn.modules.linear.Identity"
@@ -88,6 +90,10 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
             write_json(folder / module.folder / "config.json", module.settings)
+    if isinstance(model, Encoder):
+        # The first projection is the module after transformer and pooling.
+        for number, projection in enumerate(model.projection, start=2):
+            save_file(projection.state_dict(), folder / f"{number}_Dense/model.safetensors")
 
 
 def _reranker_settings(reranker: Reranker) -> dict[str, Any]:
@@ -128,7 +134,7 @@ def _encoder_settings(encoder: Encoder, per_token: bool) -> dict[str, Any]:
 
 
 def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
-    """Return the modules of an encoder: transformer, pooling or mask, and normalisation.
+    """Return the modules of an encoder: transformer, pooling or mask, projection, normalisation.
 
     Args:
         encoder: The encoder.
@@ -162,7 +168,13 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
         pooling_settings |= {flag: mode == pooling for flag, mode in _POOLING_FLAGS.items()}
         modules.append(Module(_POOLING, "1_Pooling", pooling_settings))
         normalize = {}
-    return [*modules, Module(_NORMALIZE, "2_Normalize", normalize)]
+
+    vectors = "token_embeddings" if per_token else "sentence_embedding"
+    names = dict.fromkeys(("module_input_name", "module_output_name"), vectors)
+    for projection in encoder.projection:
+        folder = f"{len(modules)}_Dense"
+        modules.append(Module(_DENSE, folder, projection.get_config_dict() | names))
+    return [*modules, Module(_NORMALIZE, f"{len(modules)}_Normalize", normalize)]
 
 
 def _reranker_modules(reranker: Reranker) -> list[Module]:

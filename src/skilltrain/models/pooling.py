@@ -7,18 +7,21 @@ from typing import Any, Literal, NamedTuple
 import torch
 from jaxtyping import Float, Int
 from pydantic import ConfigDict, Field
+from safetensors import safe_open
 from torch import Tensor
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import path_inside, read_json
 from skilltrain.models.loading import num_positions, read_json_object
+from skilltrain.texts import printable
 
 Pooling = Literal["mean", "last_token", "cls"]
+PROJECTED = "sentence_embedding"  # name of the vectors that a module `Dense` reads and writes
 DEFAULT_QUERY_TOKENS = 512  # token limit of queries
 
 _NO_LIMIT = 10**9  # transformers writes 1e30 for "no limit"
-_SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize")
+_SUPPORTED_MODULES = ("Transformer", "Pooling", "Normalize", "Dense", "MultiVectorMask")
 _POOLING_BY_MODE: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last_token"}
 _MODE_FLAG = "pooling_mode_"  # sentence-transformers before version 6 has one flag per mode
 _SKILL_PROMPTS = ("document", "passage", "corpus")  # names of a document's prompt, best first
@@ -173,7 +176,8 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
     for module in modules:
         # A type is the full name of a class, such as sentence_transformers.models.Pooling.
         names = module.type.split(".")
-        if names[0] != "sentence_transformers" or names[-1] not in _SUPPORTED_MODULES:
+        is_known = names[0] in ("sentence_transformers", "pylate")
+        if not is_known or names[-1] not in _SUPPORTED_MODULES:
             fault = (
                 f"its modules.json asks for {module.type}, which an encoder here does not compute"
             )
@@ -181,6 +185,47 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
             raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
         folders[names[-1]] = path_inside(folder, module.path, folder / "modules.json")
     return folders
+
+
+def load_projections(folder: Path, model_config: Any) -> list[Any]:
+    """Load the linear layers that an encoder applies to its vectors.
+
+    Args:
+        folder: Folder of the model.
+        model_config: The model's config.json as an object of transformers.
+
+    Returns:
+        Modules `Dense` of sentence-transformers, in their order. Most models have none.
+
+    Raises:
+        SkilltrainError: A module cannot be read.
+    """
+    file = folder / "modules.json"
+    modules = read_json(file) if file.is_file() else []
+    paths = [module["path"] for module in modules if module["type"].endswith(".Dense")]
+    # The checkpoints of ColBERT's authors hold the layer beside the transformer's weights.
+    is_colbert = "HF_ColBERT" in (model_config.architectures or ())
+    if not paths and not is_colbert:
+        return []
+
+    from sentence_transformers.sentence_transformer.modules import Dense
+
+    folders = [str(path_inside(folder, path, file)) for path in paths]
+    try:
+        projections = [Dense.load(dense_folder) for dense_folder in folders]
+    except Exception as error:  # a damaged file can cause any exception
+        fault = f"cannot load a module Dense: {printable(str(error), 200)}"
+        raise SkilltrainError("unreadable-model", fault, where=folder) from error
+    if is_colbert:
+        with safe_open(folder / "model.safetensors", "pt") as tensors:
+            weight = tensors.get_tensor("linear.weight")  # [out, in]
+        projection = Dense(*weight.T.shape, bias=False, activation_function=None)
+        projection.linear.weight.data = weight
+        projections.append(projection)
+    for projection in projections:
+        # Here, the layer is applied to vectors of texts and of tokens alike.
+        projection.module_input_name = projection.module_output_name = PROJECTED
+    return projections
 
 
 def _read_pooling(folder: Path, pooling_folder: Path, config: Mapping[str, Any]) -> Pooling:

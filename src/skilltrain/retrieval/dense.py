@@ -268,7 +268,8 @@ def _identity(model: Encoder) -> str:
     settings = model.settings.model_dump(mode="json", exclude={"chunks"})
     digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
     digest.update(model.tokenizer.__class__.__name__.encode())
-    for name, tensor in model.backbone.state_dict().items():
+    tensors = model.backbone.state_dict() | model.projection.state_dict()
+    for name, tensor in tensors.items():
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         # NumPy has no bfloat16, so hash the bytes of the tensor.
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -68,7 +68,7 @@ class Best:
 
 @dataclass
 class Position:
-    """Progress of a training run, its best evaluation so far, and its token budget."""
+    """Progress of a training run, its best evaluation, its token budget and states of its hooks."""
 
     step: int = 0
     loss: float = 0.0
@@ -77,6 +77,7 @@ class Position:
     seconds: float = 0.0
     best: Best = field(default_factory=Best)
     token_budget: int = 0
+    hook_states: list[dict[str, Any]] = field(default_factory=list)
 
 
 class _State(Config):

@@ -3,12 +3,14 @@
 import ctypes
 import math
 import platform
+import re
 import signal
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, groupby
+from operator import attrgetter
 from pathlib import Path
 from types import FrameType
 from typing import Any, cast
@@ -23,6 +25,7 @@ from torch.optim import Optimizer
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
+from skilltrain.plugins import load_plugin
 from skilltrain.runs import CHECKPOINTS
 from skilltrain.terminal import progress, say
 from skilltrain.training.checkpoint import (
@@ -34,6 +37,7 @@ from skilltrain.training.checkpoint import (
 )
 from skilltrain.training.dev import Dev
 from skilltrain.training.engine import check_folder_is_shared, shards_state, shards_weights
+from skilltrain.training.hooks import Hook
 from skilltrain.training.log import TrainingLog, note_of, open_trackers
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule
@@ -90,37 +94,74 @@ def sample_epoch(lists: Sequence[TrainingList], rng: np.random.Generator) -> lis
     return sample
 
 
-def step_batches(lists: Sequence[TrainingList], config: TrainingConfig) -> Iterator[list[Batch]]:
+def step_batches(
+    lists: Sequence[TrainingList], config: TrainingConfig
+) -> Iterator[Sequence[Batch]]:
     """Yield the batches of each optimiser step, for all epochs.
 
     With batch_size 8 and accumulation 4, for example, a step has 4 batches of 8 lists.
-    The order of the lists depends only on the seed and the epoch.
+    The order of the lists, and the sample of their negatives, depend only on the seed and the
+    epoch.
     """
-    step_size = config.batch_size * config.accumulation
     for epoch in range(config.epochs):
         rng = np.random.default_rng([config.seed, epoch])
         sample = sample_epoch(lists, rng)
         shuffled = [sample[position] for position in rng.permutation(len(sample))]
-        for step_lists in _split(shuffled, step_size):
-            yield _split(step_lists, config.batch_size)
+        if config.num_negatives is not None:
+            shuffled = [each.with_negatives(config.num_negatives, rng) for each in shuffled]
+
+        batches = _split(shuffled, config.batch_size)
+        if config.one_origin_batches:
+            batches = []
+            get_origin = attrgetter("origin")
+            for _, group in groupby(sorted(shuffled, key=get_origin), key=get_origin):
+                batches += _split([*group], config.batch_size)
+            batches = [batches[position] for position in rng.permutation(len(batches))]
+        yield from _split(batches, config.accumulation)
 
 
-def _split(lists: Batch, size: int) -> list[Batch]:
-    """Split lists into batches of `size`. The last one may be smaller."""
-    return [lists[start : start + size] for start in range(0, len(lists), size)]
+def _split(items: Sequence[Any], size: int) -> list[Any]:
+    """Split items into parts of `size`. The last part may be smaller."""
+    return [items[start : start + size] for start in range(0, len(items), size)]
 
 
 def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
-    """Return the optimiser of the parameters that train, with weight decay for matrices only."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    matrices = [parameter for parameter in trained if parameter.ndim > 1]
-    vectors = [parameter for parameter in trained if parameter.ndim <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    groups = [group for group in groups if group["params"]]  # without empty groups
-    return config.optimizer.create(groups, config.learning_rate)
+    """Return the optimiser of the parameters that train, with weight decay for matrices only.
+
+    Each group of parameters also has `rate_scale`, the factor of its learning rate.
+    """
+    scales = rate_scales(model, config.layer_decay)
+    groups: dict[tuple[float, float], dict[str, Any]] = {}  # by weight decay and factor
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            decay = config.weight_decay if parameter.ndim > 1 else 0.0
+            scale = scales[name]
+            group = {"params": [], "weight_decay": decay, "rate_scale": scale}
+            groups.setdefault((decay, scale), group)["params"].append(parameter)
+    return config.optimizer.create([*groups.values()], config.learning_rate)
+
+
+def rate_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
+    """Return the factor of the learning rate of each parameter, by its name.
+
+    The factor is 1 at the top of the network, and is multiplied by `layer_decay` at each layer
+    below. Heads and final norms are above the layers, and token embeddings below.
+
+    For a network of 2 layers without a head and `layer_decay` 0.9:
+        encoder.layer.1.output.dense.bias → 1
+        encoder.layer.0.output.dense.bias → 0.9
+        embeddings.word_embeddings.weight → 0.81
+    """
+    heights: dict[str, float] = {}
+    for name, _ in model.named_parameters():
+        # The first number in a name is that of the layer.
+        layer = re.search(r"\.(\d+)\.", name)
+        if layer:
+            heights[name] = int(layer[1])
+        else:
+            heights[name] = -1 if "embed" in name else math.inf
+    levels = sorted({*heights.values()}, reverse=True)  # the top first
+    return {name: layer_decay ** levels.index(height) for name, height in heights.items()}
 
 
 def learning_rate_factor(step: int, num_steps: int, config: TrainingConfig) -> float:
@@ -179,6 +220,7 @@ class Training:
         step_module: The model with its loss. Its data and token counts are read here.
         model: The step module wrapped by the launcher (DDP, FSDP2, DeepSpeed). It computes losses.
         optimizer: The optimiser, wrapped by the launcher.
+        hooks: Code of the user that runs after steps and evaluations.
         position: Progress of the run.
         batches: Batches of the current step, with the lists of all ranks.
         seconds_at_checkpoint: Seconds of the run until its last checkpoint.
@@ -203,6 +245,7 @@ class Training:
         optimizer = new_optimizer(step, config)
         self.model, self.optimizer = accelerator.prepare(step.train(), optimizer)
         self.batches: Sequence[Batch] = ()
+        self.hooks: list[Hook] = [load_plugin("hook", name)() for name in config.hooks]
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # DeepSpeed updates the weights within `backward`, and the norm of the gradient is not
             # known earlier. So a hook checks the step just before the optimiser's update.
@@ -214,6 +257,9 @@ class Training:
         # Without a checkpoint, the run starts at step 0.
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
+        # A new run has no states of hooks yet.
+        for hook, state in zip(self.hooks, self.position.hook_states, strict=False):
+            hook.load_state_dict(state)
 
         # A resumed run keeps the token budget of its first start: another one changes the rounding.
         token_budget = self.position.token_budget or step.settings.token_budget
@@ -302,7 +348,7 @@ class Training:
         """
         factor = learning_rate_factor(self.position.step, num_steps, self.config)
         for group in self.optimizer.param_groups:
-            group["lr"] = self.config.learning_rate * factor
+            group["lr"] = self.config.learning_rate * factor * group["rate_scale"]
 
     def _update(self, batches: Sequence[Batch]) -> dict[str, float]:
         """Run one optimiser step, and return its metrics by name.
@@ -335,7 +381,8 @@ class Training:
         seconds = time.monotonic() - start_time
         metrics = {
             "loss": mean_loss,
-            "learning_rate": self.optimizer.param_groups[0]["lr"],
+            **self._mean_scalars(num_queries),
+            "learning_rate": max(group["lr"] for group in self.optimizer.param_groups),
             "grad_norm": grad_norm,  # before clipping
             "queries_per_second": num_queries / seconds,
             "tokens_per_second": num_tokens / seconds,
@@ -344,6 +391,8 @@ class Training:
         device = self.accelerator.device
         if device.type == "cuda":
             metrics["peak_gib"] = torch.cuda.max_memory_allocated(device) / GIB
+        for hook in self.hooks:
+            hook.on_step(self.position.step, metrics, self.step_module.model)
         return metrics
 
     def _backward(self, batches: Sequence[Batch], num_queries: int) -> float:
@@ -380,6 +429,17 @@ class Training:
 
         # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
+
+    def _mean_scalars(self, num_queries: int) -> dict[str, float]:
+        """Return the means over queries of the numbers that the loss recorded in this step."""
+        scalars = self.step_module.scalars
+        if not scalars:
+            return {}
+        names = sorted(scalars)  # all ranks record the same names, and add them in this order
+        sums = self._sum_over_ranks([float(scalars[name]) for name in names])
+        means = (sums / num_queries).tolist()
+        scalars.clear()
+        return {f"loss/{name}": mean for name, mean in zip(names, means, strict=True)}
 
     def _check_deepspeed_step(self, *_: Any) -> None:
         """Check the norm of the gradient before DeepSpeed changes the weights.
@@ -427,12 +487,15 @@ class Training:
         self.model.train()
         self.step_module.count.clear()  # drop the tokens of the evaluation
 
+        for hook in self.hooks:
+            hook.on_eval(num_steps_done, metrics, self.step_module.model)
         log.write_dev(num_steps_done, metrics)
         say(f"step {num_steps_done}: {dev.line(metrics)}")
         return self.position.best.update(num_steps_done, dev.config.metric, metrics)
 
     def _save(self) -> None:
         self.seconds_at_checkpoint = self.position.seconds
+        self.position.hook_states = [hook.state_dict() for hook in self.hooks]
         folder = self.run.checkpoints
         keep = self.config.keep_checkpoints
         save_checkpoint(self.accelerator, self.model, self.optimizer, folder, self.position, keep)
@@ -470,6 +533,7 @@ class Training:
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
         self.step_module.count.clear()  # drop the tokens of this batch
+        self.step_module.scalars.clear()
         del moments
 
         if device.type == "cuda":

@@ -22,7 +22,10 @@ from skilltrain.plugins import OneOf
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
 ParameterGroups = list[dict[str, Any]]
-"""Parameters by their weight decay: groups with the keys `params` and `weight_decay`."""
+"""Groups of parameters with the keys `params`, `weight_decay` and `rate_scale`.
+
+The trainer multiplies the learning rate of a group by its `rate_scale`.
+"""
 
 
 class OptimizerConfig(Config):

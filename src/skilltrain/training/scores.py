@@ -17,7 +17,7 @@ from skilltrain.losses.scored_batch import Direction
 from skilltrain.models.micro_batches import on_device
 from skilltrain.models.pooling import at_least_float32
 from skilltrain.texts import name_key
-from skilltrain.training.training_set import TrainingList, TrainingSet
+from skilltrain.training.training_set import TrainingList, TrainingSet, skill_of
 
 InBatchMask = Literal["none", "positives", "names", "clusters"]
 """Skills that are no in-batch negatives of a query. Each value includes those before it."""
@@ -181,13 +181,18 @@ class _ListTable:
 
         Args:
             scores: Scores of the model.
-            valid: Whether a candidate takes part in the loss.
+            valid: Whether a candidate takes part in a loss without teacher scores.
             needs: Whether the loss reads teacher scores and vectors. If not, they are left out.
+                With teacher scores, candidates that have none are not valid.
             vectors: Vectors whose cosines are the scores. None for a reranker.
             negatives: Masks of negatives by direction (see `ScoredBatch`).
         """
         device = scores.device
-        teacher_scores = on_device(self.teacher_scores(), device) if needs.teacher_scores else None
+        teacher_scores = untaught = None
+        if needs.teacher_scores:
+            teacher_scores = on_device(self.teacher_scores(), device)
+            untaught = on_device(valid & ~self.has_teacher_score(), device)
+            valid = valid & self.has_teacher_score()
         masks = {}
         for direction, mask in negatives.items():
             masks[direction] = on_device(mask, device)
@@ -199,6 +204,8 @@ class _ListTable:
             positive=on_device(self.is_positive(), device),
             optional_vectors=vectors if needs.vectors else None,
             negatives=masks,
+            own=on_device(self.is_listed, device),
+            untaught=untaught,
         )
 
     def _filled(
@@ -237,12 +244,8 @@ def list_scores(
     # The candidates of each list are in the first columns of its row.
     columns = [range(size) for size in sizes]
     table = _ListTable(lists, columns, num_columns=max(sizes))
-    valid = table.is_listed
-    if needs_teacher_scores:
-        valid = valid & table.has_teacher_score()
-
     needs = Needs(teacher_scores=needs_teacher_scores)
-    return table.to_scored_batch(scores, valid, needs, vectors=None, negatives={})
+    return table.to_scored_batch(scores, table.is_listed, needs, vectors=None, negatives={})
 
 
 def encoder_scores(
@@ -267,13 +270,11 @@ def encoder_scores(
         context: Facts about the training set and the loss.
     """
     # Find the candidates that take part in the loss: those of the query's list, and in-batch
-    # negatives. A loss that learns from a teacher uses only candidates with a teacher score.
+    # negatives.
     table = _ListTable.among(local_lists, skill_ids)
     valid = table.is_listed  # [query, skill]
     if context.in_batch:
         valid = valid | in_batch_negatives(local_lists, skill_ids, context)
-    if context.needs.teacher_scores:
-        valid = valid & table.has_teacher_score()
 
     # Find the negatives of the loss's other directions, such as from skill to query.
     negatives = {}
@@ -287,6 +288,8 @@ def encoder_scores(
         at_least_float32(query_vectors),
         at_least_float32(skill_vectors),
         at_least_float32(all_queries),
+        query_ids=tuple(training_list.query_id for training_list in local_lists),
+        skill_ids=tuple(map(skill_of, skill_ids)),
     )
     scores = vectors.scores  # [query, skill]
     return table.to_scored_batch(scores, valid, context.needs, vectors, negatives)

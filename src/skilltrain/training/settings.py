@@ -12,6 +12,7 @@ from skilltrain.models.loading import Precision, resolve_dtype
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.rankers import OWN, AnyRanker, flatten_rankers
+from skilltrain.training.hooks import HookName
 from skilltrain.training.log import TrackerName
 from skilltrain.training.optimizers import AdamW, AnyOptimizer, AnyScheduler, Cosine
 
@@ -127,6 +128,14 @@ class TrainingConfig(Config):
         default=8, ge=1, description="queries per forward pass, over all ranks together"
     )
     accumulation: int = Field(default=4, ge=1, description="forward passes per optimiser step")
+    num_negatives: int | None = Field(
+        default=None,
+        ge=1,
+        description="negatives of each list, sampled anew in every epoch; null: all of the list",
+    )
+    one_origin_batches: bool = Field(
+        default=False, description="each batch has queries of one origin (column of QUERIES)"
+    )
     learning_rate: float = Field(default=2e-5, gt=0, description="peak of the schedule")
     warmup_share: float = Field(
         default=0.05, ge=0, lt=1, description="share of the steps that warm up"
@@ -136,6 +145,13 @@ class TrainingConfig(Config):
     )
     optimizer: AnyOptimizer = Field(default=AdamW(), description="what updates the weights")
     weight_decay: float = Field(default=0.01, ge=0, description="decay of matrices")
+    layer_decay: float = Field(
+        default=1.0,
+        gt=0,
+        le=1,
+        description="factor of the learning rate from each layer to the layer below; 1: none",
+    )
+    freeze_embeddings: bool = Field(default=False, description="do not train the token embeddings")
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="gradients are clipped to this norm"
     )
@@ -169,6 +185,9 @@ class TrainingConfig(Config):
         default=2, ge=1, description="newest checkpoints kept, in addition to the best"
     )
     trackers: tuple[TrackerName, ...] = Field(default=(), description="beside train_log.jsonl")
+    hooks: tuple[HookName, ...] = Field(
+        default=(), description="code to run after steps and evaluations: names or import paths"
+    )
 
     def token_budget_on(self, device: torch.device) -> int:
         """Return `token_budget`, or the default for a device.

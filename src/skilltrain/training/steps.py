@@ -97,6 +97,7 @@ class _Step(nn.Module, Generic[ModelT]):
         skill_token_ids: Token ids by skill id. For a reranker, those of the skill's part of a pair.
         count: Number of `tokens` and of `padded_tokens` (tokens and padding) that this rank has
             computed.
+        scalars: Sums of the numbers that the loss has recorded for the log, by name.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class _Step(nn.Module, Generic[ModelT]):
         self.data = data
         self.settings = settings
         self.count = Counter[str]()
+        self.scalars: dict[str, Tensor] = {}
         # accelerate reads this attribute to shard the model (FSDP2).
         self._no_split_modules = _layer_classes(model.network)
         if settings.recompute:
@@ -125,6 +127,18 @@ class _Step(nn.Module, Generic[ModelT]):
         self.skill_token_ids = made_by_first_rank(
             lambda: tokenize_texts(data.skills, model.tokenize_skills, identity, cache)
         )
+
+    def loss_of(self, scored: ScoredBatch, weight: float = 1.0) -> Float[Tensor, ""]:
+        """Return the loss of a batch, and keep the numbers that it records for the log.
+
+        Args:
+            scored: Scores of the batch.
+            weight: 0 for a rank without lists, whose loss and numbers do not count.
+        """
+        loss = weight * self.loss(scored)
+        for name, value in scored.scalars.items():
+            self.scalars[name] = self.scalars.get(name, 0.0) + weight * value
+        return loss
 
     def run(
         self,
@@ -230,7 +244,7 @@ class EncoderStep(_Step[Encoder]):
         scored = encoder_scores(
             local_lists, batch, query_vectors, all_queries, skill_ids, skill_vectors, self.context
         )
-        loss = self.loss(scored)
+        loss = self.loss_of(scored)
 
         # Add the late loss, which compares token vectors (MaxSim).
         if late_interaction:
@@ -319,8 +333,9 @@ class RerankerStep(_Step[Reranker]):
         local_lists = batch[rank::world] if has_list else batch[:1]
         pairs = [self.make_pairs(training_list) for training_list in local_lists]
         scores = self._scores(pairs, is_counted=has_list)
-        loss = self.loss(list_scores(local_lists, scores, self.loss.needs.teacher_scores))
-        return loss if has_list else loss * 0  # a constant 0 would have no backward pass
+        scored = list_scores(local_lists, scores, self.loss.needs.teacher_scores)
+        # A constant 0 would have no backward pass.
+        return self.loss_of(scored, weight=float(has_list))
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:
         """Score all lists. Each rank scores some of them, and returns the scores of all."""

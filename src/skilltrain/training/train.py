@@ -29,6 +29,7 @@ from skilltrain.losses import (
     ListwiseCE,
     Matryoshka,
     RerankerLoss,
+    flatten_loss,
 )
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.models.adapters import (
@@ -209,12 +210,13 @@ class TrainEncoder(Train):
             self.dev.check(kind="dense", requirement=requirement)
 
         gains = self.data.gains
-        loss = self.loss.loss if isinstance(self.loss, Matryoshka) else self.loss
-        # `push_share` pushes rejected skills away from the query. The loss tells them from
-        # irrelevant skills by their gain, so they need a lower gain.
-        pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
-        if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
-            raise ValueError("loss.push_share needs data.gains that put rejected below irrelevant")
+        for loss in flatten_loss(self.loss):
+            # `push_share` pushes rejected skills away from the query. The loss tells them from
+            # irrelevant skills by their gain, so they need a lower gain.
+            pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
+            if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
+                fault = "loss.push_share needs data.gains that put rejected below irrelevant"
+                raise ValueError(fault)
 
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
@@ -291,11 +293,14 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
         # The loss Matryoshka trains the first d coordinates of the vectors, for each d in `dims`.
-        if isinstance(config.loss, Matryoshka) and max(config.loss.dims) > model.dim:
-            fault = f"{max(config.loss.dims)} is more than the encoder's {model.dim}"
-            raise SkilltrainError("exceeds-model", fault, where="loss.dims")
+        for loss in flatten_loss(config.loss):
+            if isinstance(loss, Matryoshka) and max(loss.dims) > model.dim:
+                fault = f"{max(loss.dims)} is more than the encoder's {model.dim}"
+                raise SkilltrainError("exceeds-model", fault, where="loss.dims")
     else:
         model = load_reranker(source, device, options, new_head=True)
+    if config.training.freeze_embeddings:
+        model.network.get_input_embeddings().requires_grad_(False)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
         if config.training.dtype_on(default_device()) == torch.bfloat16:

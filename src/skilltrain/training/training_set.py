@@ -2,11 +2,13 @@
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import compress
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import numpy as np
 from pydantic import Field, FiniteFloat, field_validator
 
 from skilltrain.config import Config, InputPath, InputPaths
@@ -100,6 +102,7 @@ class TrainingList:
         teacher_scores: Score of each candidate by a teacher, NaN if the teacher has not scored it.
         weight: How often an epoch contains this list, on average.
         verdicts: Verdict of each candidate.
+        origin: Who wrote the query.
     """
 
     query_id: str
@@ -110,6 +113,25 @@ class TrainingList:
     teacher_scores: tuple[float, ...] | None = None
     weight: float = 1.0
     verdicts: tuple[Verdict, ...] = ()
+    origin: str = ""
+
+    def with_negatives(self, num_negatives: int, rng: np.random.Generator) -> "TrainingList":
+        """Return the list with all its positives, and a random sample of its negatives.
+
+        Args:
+            num_negatives: Number of negatives. A list with fewer keeps all of them.
+            rng: Source of random numbers.
+        """
+        is_kept = np.array(self.is_positive)  # [candidate]
+        negatives = np.flatnonzero(~is_kept)  # positions in the list
+        is_kept[rng.permutation(negatives)[:num_negatives]] = True
+
+        columns: dict[str, Any] = {}
+        for name in ("skill_ids", "gains", "teacher_scores", "verdicts"):
+            values = getattr(self, name)
+            if values is not None:
+                columns[name] = tuple(compress(values, is_kept))
+        return replace(self, **columns)
 
     @property
     def is_positive(self) -> tuple[bool, ...]:
@@ -273,15 +295,14 @@ def _read_lists(
     Raises:
         SkilltrainError: A list cannot be used for training, or a skill is not in the pool.
     """
-    texts = {row["query_id"]: row["text"] for row in read_table(folder, QUERIES).to_pylist()}
+    queries = {row["query_id"]: row for row in read_table(folder, QUERIES).to_pylist()}
     verdicts_by_query = read_verdicts(folder)
     irrelevant_gain = source.gains[Verdict.IRRELEVANT]  # subtracted, so that it becomes 0
     gains = {verdict: gain - irrelevant_gain for verdict, gain in source.gains.items()}
-
     lists: list[TrainingList] = []
     for row in read_lists(folder)[: source.max_lists]:
         query_id = row["query_id"]
-        fault = _fault_of(row, texts, gains)
+        fault = _fault_of(row, queries, gains)
         if fault:
             raise SkilltrainError(
                 "invalid-list", f"the list of query {query_id!r} {fault}", where=folder
@@ -300,13 +321,14 @@ def _read_lists(
         lists.append(
             TrainingList(
                 query_id,
-                query=texts[query_id],
+                query=queries[query_id]["text"],
                 skill_ids=skill_ids,
                 gains=tuple(gains[verdict] for verdict in verdicts),
                 positives=frozenset(positives),
                 teacher_scores=None if scores is None else tuple(scores),
                 weight=weight,
                 verdicts=verdicts,
+                origin=queries[query_id]["origin"],
             )
         )
 
@@ -321,18 +343,18 @@ def _read_lists(
     return lists
 
 
-def _fault_of(row: dict, texts: Mapping[str, str], gains: Mapping[Verdict, float]) -> str:
+def _fault_of(row: dict, query_ids: Container[str], gains: Mapping[Verdict, float]) -> str:
     """Return why a list cannot be used for training, or an empty string if it can.
 
     Args:
         row: A row of the table LISTS.
-        texts: Query texts by query id.
+        query_ids: Ids of the queries whose text is known.
         gains: Gain of each verdict.
     """
     skill_ids = row["skill_ids"]
     verdicts = row["verdicts"]
     scores = row["teacher_scores"]
-    if row["query_id"] not in texts:
+    if row["query_id"] not in query_ids:
         return "has no query text"
     if len(set(skill_ids)) < len(skill_ids):
         most_frequent = Counter(skill_ids).most_common(1)[0][0]
