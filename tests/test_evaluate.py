@@ -613,6 +613,32 @@ def test_best_score_separates_unserved_queries(topics):
     assert "(n = 8 and 2; .5 is chance)" in (topics / "out" / "report.md").read_text()
 
 
+def test_refusals_are_reported_with_intervals(topics):
+    rows = [{"query": f"bake bread at dawn {number}"} for number in range(4)]
+
+    evaluate_unserved(topics, *rows, {"query": "the deploy report"})
+
+    (row,) = saved_metrics(topics)["analysis"]["refusals"]
+    assert row["answered_unserved"]["n"] == 5
+    assert row["answered_unserved"]["mean"] < 0.5  # only the last query has words of a skill
+    assert row["refused_served"]["n"] == row["exact_set"]["n"] == NUM_QUERIES
+    assert row["calibration_error"]["n"] == NUM_QUERIES + 5
+    assert row["risk_coverage"][-1][0] == 1
+    markdown = (topics / "out" / "report.md").read_text()
+    assert "answered of 5 queries without a skill | refused of 8 others" in markdown
+    page = (topics / "out" / "report.html").read_text()
+    assert "Wrong answers by share answered" in page
+
+
+def test_refusals_need_two_skills(folder, capsys):
+    write_ours(folder / "bench", [("q1", "says apples", "")], {"q1": {"s0": "required"}})
+
+    evaluate_unserved(folder, {"query": "bake bread"})
+
+    assert saved_metrics(folder)["analysis"]["refusals"] == []
+    assert "all 1 queries are for the same skills" in capsys.readouterr().err
+
+
 def test_unserved_queries_have_no_saved_rankings(topics):
     evaluate_unserved(topics, {"query": "bake bread at dawn"})
 

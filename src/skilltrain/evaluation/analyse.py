@@ -20,16 +20,23 @@ from pydantic import Field, SerializeAsAny
 
 from skilltrain.config import Config, InputPath
 from skilltrain.evaluation.report import Report
-from skilltrain.metrics.benchmarks.benchmark import Benchmark
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import SEED, Interval, cluster_sums, separation
 from skilltrain.metrics.comparison import SystemResult, shared_query_ids, sign_test, values_of
-from skilltrain.metrics.measures import Measure, per_query
+from skilltrain.metrics.measures import Measure, Relevance, per_query, resolve_alternatives
+from skilltrain.metrics.refusal import (
+    NUM_FOLDS,
+    ScoredRequest,
+    assign_folds,
+    cross_validate,
+    score_features,
+)
 from skilltrain.metrics.slices import Row, means_of
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.plugins import OneOf
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rerank import RerankConfig
@@ -80,7 +87,7 @@ class AnalysisConfig(Config):
     )
     unserved: InputPath | None = Field(
         default=None,
-        description="JSON Lines of queries (key `query`) that no skill serves: do scores tell?",
+        description="JSON Lines of queries (key `query`) that no skill serves: are they refused?",
     )
     truncation: bool = Field(
         default=False, description="count the skills that each model sees whole; reads all skills"
@@ -205,6 +212,51 @@ def unserved_separation(
         unserved_scores = [best_scores[query_id] for query_id in unserved_ids]
         separations[system] = separation(served_scores, unserved_scores, seed)
     return separations
+
+
+def refusals(
+    rankings_by_system: Mapping[str, Rankings], tasks: Sequence[Task], unserved: Sequence[Query]
+) -> list[Row]:
+    """Return how well each system refuses the requests that no skill serves, by cross-validation.
+
+    Features are the score of a skill and its lead. Queries for skills of one author are in one
+    fold.
+
+    Args:
+        rankings_by_system: Rankings of all queries by system.
+        tasks: Queries that a skill serves, with their gold skills.
+        unserved: Queries that no skill serves.
+
+    Returns:
+        A row for each system: the values of `cross_validate`.
+
+    Raises:
+        SkilltrainError: All queries are for the same skills, so there is no second fold.
+    """
+    task_folds = assign_folds(tasks, NUM_FOLDS, SEED)
+    folds = np.append(task_folds, np.arange(len(unserved)) % NUM_FOLDS)
+    no_skill = Relevance(frozenset(), {})
+    rows: list[Row] = []
+    for system, rankings in rankings_by_system.items():
+        requests = [
+            _scored_request(rankings[task.query.query_id], task.relevance) for task in tasks
+        ]
+        requests += [_scored_request(rankings[query.query_id], no_skill) for query in unserved]
+        rows.append({"system": system, **cross_validate(requests, folds)})
+    return rows
+
+
+def _scored_request(ranking: Ranking, relevance: Relevance) -> ScoredRequest:
+    """Return the features of a ranking, and which of its skills are gold.
+
+    Args:
+        ranking: Pairs of skill id and score, the best first.
+        relevance: Gold skills of the query. There are none if no skill serves the query.
+    """
+    skill_ids = [skill_id for skill_id, _ in ranking]
+    gold = resolve_alternatives(skill_ids, relevance).gold
+    is_right = np.array([skill_id in gold for skill_id in skill_ids], dtype=bool)
+    return ScoredRequest(score_features([score for _, score in ranking]), is_right, len(gold))
 
 
 def stage_recalls(

@@ -24,6 +24,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import (
     AnalysisConfig,
     Inputs,
+    refusals,
     run_input_analyses,
     run_result_analyses,
     unserved_separation,
@@ -32,7 +33,13 @@ from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
+from skilltrain.metrics.benchmarks.benchmark import (
+    Benchmark,
+    Task,
+    add_copies,
+    check_pool,
+    join_tiers,
+)
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.bootstrap import SEED, Interval
 from skilltrain.metrics.comparison import SystemResult
@@ -45,7 +52,8 @@ from skilltrain.metrics.measures import (
     per_query,
     with_copies,
 )
-from skilltrain.records import Query, Skill
+from skilltrain.metrics.slices import Row
+from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rankings import rankings_table
@@ -168,11 +176,11 @@ class Evaluate(Stage):
             final_rankings = {
                 system: results[-1].rankings for system, results in results_by_system.items()
             }
-            seed = self.bootstrap_seed
-            # Can a system's scores tell queries that no skill serves from the others?
-            separations = unserved_separation(final_rankings, query_ids, unserved, seed)
-            analysis["unserved"] = separations
-            notes += _unserved_notes(separations, len(query_ids), len(unserved))
+            tasks = data.benchmark.tasks
+            unserved_rows = _analyse_unserved(final_rankings, tasks, unserved, self.bootstrap_seed)
+            analysis |= unserved_rows
+            notes += _unserved_notes(unserved_rows["unserved"], len(query_ids), len(unserved))
+            notes += _refusal_notes(unserved_rows["refusals"])
 
         # From here on, results are without the unserved queries.
         all_results = []
@@ -550,6 +558,46 @@ def _unserved_notes(
         f"{system}: the best score of a query is above the best score of a query that no skill "
         f"serves with probability {value} (n = {num_queries} and {num_unserved}; .5 is chance)."
         for system, value in separations.items()
+    ]
+
+
+def _analyse_unserved(
+    rankings_by_system: Mapping[str, Rankings],
+    tasks: Sequence[Task],
+    unserved: Sequence[Query],
+    seed: int,
+) -> dict[str, Any]:
+    """Return the analyses `unserved` and `refusals`. The latter is empty without two folds.
+
+    Args:
+        rankings_by_system: Rankings of all queries by system.
+        tasks: Queries that a skill serves, with their gold skills.
+        unserved: Queries that no skill serves.
+        seed: Seed of the bootstrap.
+    """
+    # Can a system's scores tell queries that no skill serves from the others?
+    query_ids = [task.query.query_id for task in tasks]
+    separations = unserved_separation(rankings_by_system, query_ids, unserved, seed)
+    refusal_rows: list[Row] = []
+    try:
+        refusal_rows = refusals(rankings_by_system, tasks, unserved)
+    except SkilltrainError as error:
+        say(f"warning: refused requests are not counted: {error.problem}")
+    return {"unserved": separations, "refusals": refusal_rows}
+
+
+def _refusal_notes(rows: Sequence[Row]) -> list[str]:
+    """Write a sentence for each system about the requests that it answers and refuses.
+
+    Args:
+        rows: Rows of the analysis `refusals`.
+    """
+    return [
+        f"{row['system']}: a threshold from other folds answers {row['answered_unserved']} of the "
+        f"{row['answered_unserved'].n} queries that no skill serves, and refuses "
+        f"{row['refused_served']} of the {row['refused_served'].n} others. Exact skills "
+        f"{row['exact_set']}, calibration error {row['calibration_error']}."
+        for row in rows
     ]
 
 

@@ -33,6 +33,7 @@ ANALYSES = (
     "pass_rates",
     "stages",
     "unserved",
+    "refusals",
     "truncation",
     "latencies",
     "structure",
