@@ -37,6 +37,7 @@ def test_separate_scores_are_refused_rightly():
     assert row["refused_served"].mean <= 0.2
     assert row["exact_set"].mean == 1 - row["refused_served"].mean
     assert row["calibration_error"].mean < 0.1
+    assert row["separation"].mean == 1
     assert row["risk_coverage"][-1] == (1, pytest.approx(1 / 3, abs=1e-4))
 
 

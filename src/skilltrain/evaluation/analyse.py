@@ -10,7 +10,6 @@ Notes:
       `truncation`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Annotated, Any, NamedTuple, cast
@@ -21,13 +20,12 @@ from pydantic import Field, SerializeAsAny
 from skilltrain.config import Config, InputPath
 from skilltrain.evaluation.report import Report
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
-from skilltrain.metrics.bootstrap import SEED, Interval, cluster_sums, separation
+from skilltrain.metrics.bootstrap import Interval, cluster_sums
 from skilltrain.metrics.comparison import SystemResult, shared_query_ids, sign_test, values_of
 from skilltrain.metrics.measures import Measure, Relevance, per_query, resolve_alternatives
 from skilltrain.metrics.refusal import (
     NUM_FOLDS,
     ScoredRequest,
-    assign_folds,
     cross_validate,
     score_features,
 )
@@ -36,7 +34,7 @@ from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.plugins import OneOf
-from skilltrain.records import Query, Ranking, Rankings, Skill
+from skilltrain.records import Query, Ranking, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rerank import RerankConfig
@@ -181,68 +179,38 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     return row
 
 
-def unserved_separation(
-    rankings_by_system: Mapping[str, Rankings],
-    query_ids: Sequence[str],
-    unserved: Sequence[Query],
-    seed: int = SEED,
-) -> dict[str, Interval]:
-    """Return how well each system's best score separates served queries from unserved ones.
-
-    The value is the probability that a served query has a higher best score than an unserved query.
-    The scores must be comparable between queries, as z-scores are.
-
-    Args:
-        rankings_by_system: Rankings of all queries by system. A ranking holds pairs of a skill id
-            and a score, the best first.
-        query_ids: Queries that a skill serves.
-        unserved: Queries that no skill serves.
-        seed: Seed of the bootstrap.
-    """
-    unserved_ids = [query.query_id for query in unserved]
-    separations = {}
-    for system, rankings in rankings_by_system.items():
-        best_scores = {}
-        for query_id, ranking in rankings.items():
-            best_score = -math.inf  # an empty ranking scores lowest
-            if ranking:
-                _, best_score = ranking[0]
-            best_scores[query_id] = best_score
-        served_scores = [best_scores[query_id] for query_id in query_ids]
-        unserved_scores = [best_scores[query_id] for query_id in unserved_ids]
-        separations[system] = separation(served_scores, unserved_scores, seed)
-    return separations
-
-
 def refusals(
-    rankings_by_system: Mapping[str, Rankings], tasks: Sequence[Task], unserved: Sequence[Query]
+    stages_by_system: Mapping[str, Sequence[RankedStage]],
+    tasks: Sequence[Task],
+    unserved: Sequence[Query],
+    task_folds: np.ndarray,
+    seed: int,
 ) -> list[Row]:
-    """Return how well each system refuses the requests that no skill serves, by cross-validation.
+    """Return how well each system refuses the queries that no skill serves, by cross-validation.
 
-    Features are the score of a skill and its lead. Queries for skills of one author are in one
-    fold.
+    Features are the score of a skill and its lead.
 
     Args:
-        rankings_by_system: Rankings of all queries by system.
+        stages_by_system: For each system, the rankings of each of its rankers in order.
         tasks: Queries that a skill serves, with their gold skills.
         unserved: Queries that no skill serves.
+        task_folds: [task] Fold of each task.
+        seed: Seed of the bootstrap.
 
     Returns:
         A row for each system: the values of `cross_validate`.
-
-    Raises:
-        SkilltrainError: All queries are for the same skills, so there is no second fold.
     """
-    task_folds = assign_folds(tasks, NUM_FOLDS, SEED)
     folds = np.append(task_folds, np.arange(len(unserved)) % NUM_FOLDS)
     no_skill = Relevance(frozenset(), {})
     rows: list[Row] = []
-    for system, rankings in rankings_by_system.items():
-        requests = [
-            _scored_request(rankings[task.query.query_id], task.relevance) for task in tasks
-        ]
-        requests += [_scored_request(rankings[query.query_id], no_skill) for query in unserved]
-        rows.append({"system": system, **cross_validate(requests, folds)})
+    for system, stages in stages_by_system.items():
+        rankings = stages[-1].rankings  # of the last ranker
+        requests: list[ScoredRequest] = []
+        for task in tasks:
+            requests.append(_scored_request(rankings[task.query.query_id], task.relevance))
+        for query in unserved:
+            requests.append(_scored_request(rankings[query.query_id], no_skill))
+        rows.append({"system": system, **cross_validate(requests, folds, seed)})
     return rows
 
 

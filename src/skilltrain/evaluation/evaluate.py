@@ -20,6 +20,7 @@ from pydantic import Field, model_validator
 from skilltrain.config import InputPath, InputPaths, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
+from skilltrain.data.sampling import stable_number
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import (
     AnalysisConfig,
@@ -27,7 +28,6 @@ from skilltrain.evaluation.analyse import (
     refusals,
     run_input_analyses,
     run_result_analyses,
-    unserved_separation,
 )
 from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
@@ -35,25 +35,28 @@ from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
-    Task,
     add_copies,
     check_pool,
     join_tiers,
 )
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
-from skilltrain.metrics.bootstrap import SEED, Interval
+from skilltrain.metrics.bootstrap import SEED
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
     COPIES,
     DEFAULT_MEASURES,
+    JUDGED,
     Measure,
     MeasureNames,
+    parse_measure,
     parse_measures,
     per_query,
     with_copies,
 )
+from skilltrain.metrics.refusal import NUM_FOLDS, assign_folds
 from skilltrain.metrics.slices import Row
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.metrics.verdicts import add_judged, read_pair_verdicts, write_sheet
+from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rankings import rankings_table
@@ -97,6 +100,16 @@ class Evaluate(Stage):
         default=None,
         description="CLUSTERS of the pool: adds `Hit@1 (copies)` …: near-duplicates count as gold",
     )
+    verdicts: InputPaths = Field(
+        default=(),
+        description="CSV files with query_id, skill_id, verdict (required, serves or no) and "
+        "reader: adds `Hit@1 (judged)`, where skills that serve count as gold",
+    )
+    sheet_depth: int = Field(
+        default=0,
+        ge=0,
+        description="skills of each ranking that readers are to judge, in to_judge.csv; 0 for none",
+    )
     measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
@@ -118,11 +131,12 @@ class Evaluate(Stage):
 
     @model_validator(mode="after")
     def _check_copies(self) -> "Evaluate":
-        copy_measures = [name for name in self.measures if name.endswith(COPIES)]
-        if copy_measures and self.clusters is None:
-            name = copy_measures[0]
-            problem = f"{name} counts near-duplicates of gold skills"
-            raise ValueError(f"measures: {problem}: give clusters=…")
+        for name in self.measures:
+            if name.endswith(COPIES) and self.clusters is None:
+                problem = f"{name} counts near-duplicates of gold skills"
+                raise ValueError(f"measures: {problem}: give clusters=…")
+            if name.endswith(JUDGED) and not self.verdicts:
+                raise ValueError(f"measures: {name} counts judged skills: give verdicts=…")
         return self
 
     @model_validator(mode="after")
@@ -148,9 +162,12 @@ class Evaluate(Stage):
 
     @property
     def scored(self) -> tuple[Measure, ...]:
-        """All measures: `measures` and, if there are `clusters`, the same with copies."""
+        """All measures: with `clusters` also those with copies, with `verdicts` Hit@1 (judged)."""
         measures = parse_measures(self.measures)
-        return measures if self.clusters is None else with_copies(measures)
+        if self.clusters is not None:
+            measures = with_copies(measures)
+        judged_measures = [parse_measure(f"Hit@1{JUDGED}")] if self.verdicts else []
+        return tuple(dict.fromkeys([*measures, *judged_measures]))
 
     @property
     def num_systems(self) -> int:
@@ -169,18 +186,16 @@ class Evaluate(Stage):
         # Rank all queries, also those that no skill serves. There is one result for each ranker of
         # a system. The result of the last ranker is the final one.
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
+        tasks = data.benchmark.tasks
+        # Folds are assigned before the ranking, which may take long, because they may fail.
+        folds = assign_folds(tasks, NUM_FOLDS, self.bootstrap_seed) if unserved else None
         results_by_system, chat_counts = _rank(self, data, unserved)
         query_ids = list(data.benchmark.relevances)
         notes = [*data.benchmark.notes, *_selection_notes(self), *_chat_notes(chat_counts)]
-        if unserved:
-            final_rankings = {
-                system: results[-1].rankings for system, results in results_by_system.items()
-            }
-            tasks = data.benchmark.tasks
-            unserved_rows = _analyse_unserved(final_rankings, tasks, unserved, self.bootstrap_seed)
-            analysis |= unserved_rows
-            notes += _unserved_notes(unserved_rows["unserved"], len(query_ids), len(unserved))
-            notes += _refusal_notes(unserved_rows["refusals"])
+        if folds is not None:
+            rows = refusals(results_by_system, tasks, unserved, folds, self.bootstrap_seed)
+            analysis["unserved"] = rows
+            notes += _refusal_notes(rows)
 
         # From here on, results are without the unserved queries.
         all_results = []
@@ -197,6 +212,8 @@ class Evaluate(Stage):
 
         # Predictions of other software are scored like the rankings of systems.
         ranked_ids |= data.predictions
+        if self.sheet_depth:
+            write_sheet(_pairs_to_judge(data, ranked_ids, self.sheet_depth), out / "to_judge.csv")
 
         # The analyses of results read a report that holds the analyses of inputs.
         provenance = _provenance(self, len(data.skills))
@@ -282,6 +299,8 @@ def _load(config: Evaluate) -> _Data:
     predictions = _read_predictions(config, benchmark, skills_by_id)
     if config.clusters is not None:
         benchmark = _add_near_duplicates(benchmark, skills_by_id, config.clusters)
+    if config.verdicts:
+        benchmark = add_judged(benchmark, read_pair_verdicts(config.verdicts), skills_by_id)
     return _Data(benchmark, pools, skills_by_id, predictions)
 
 
@@ -298,6 +317,9 @@ def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
     if config.systems and not has_pools:
         raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
+    if config.sheet_depth and not has_pools:
+        problem = "a sheet shows the texts of skills, and there is no pool"
+        raise SkilltrainError("missing-pool", problem, where="sheet_depth", fix="give pool=…")
 
 
 def _add_near_duplicates(
@@ -361,6 +383,29 @@ def _rank(
                 stages = [earlier.joined(later) for earlier, later in pairs]
             stages_by_system[system] = list(stages)
     return stages_by_system, chat_counts
+
+
+def _pairs_to_judge(
+    data: _Data, ranked_ids: Mapping[str, Predictions], depth: int
+) -> list[tuple[Query, Skill]]:
+    """Return each query with the first skills of all systems, in an order that tells nothing.
+
+    Args:
+        data: Benchmark and skills.
+        ranked_ids: Ranked skill ids by system and query id.
+        depth: Number of skills of each ranking.
+    """
+    pairs: list[tuple[Query, Skill]] = []
+    # Pseudo-random numbers of the ids decide the order. So readers cannot guess a system or a rank
+    # from the order, and a repeated run writes the same sheet.
+    for query in sorted(data.benchmark.queries, key=lambda query: stable_number(query.query_id)):
+        query_id = query.query_id
+        skill_ids: set[str] = set()
+        for rankings in ranked_ids.values():
+            skill_ids.update(rankings.get(query_id, [])[:depth])
+        for skill_id in sorted(skill_ids, key=lambda key: stable_number(query_id, key)):
+            pairs.append((query, data.skills[skill_id]))
+    return pairs
 
 
 def _read_predictions(
@@ -544,59 +589,18 @@ def _selection_notes(config: Evaluate) -> list[str]:
     return [f"{counts} systems ran (only). P-values are corrected as if all had run."]
 
 
-def _unserved_notes(
-    separations: Mapping[str, Interval], num_queries: int, num_unserved: int
-) -> list[str]:
-    """Write a sentence for each system about its scores of queries that no skill serves.
-
-    Args:
-        separations: Probability in the sentence, by system.
-        num_queries: Number of queries that a skill serves.
-        num_unserved: Number of queries that no skill serves.
-    """
-    return [
-        f"{system}: the best score of a query is above the best score of a query that no skill "
-        f"serves with probability {value} (n = {num_queries} and {num_unserved}; .5 is chance)."
-        for system, value in separations.items()
-    ]
-
-
-def _analyse_unserved(
-    rankings_by_system: Mapping[str, Rankings],
-    tasks: Sequence[Task],
-    unserved: Sequence[Query],
-    seed: int,
-) -> dict[str, Any]:
-    """Return the analyses `unserved` and `refusals`. The latter is empty without two folds.
-
-    Args:
-        rankings_by_system: Rankings of all queries by system.
-        tasks: Queries that a skill serves, with their gold skills.
-        unserved: Queries that no skill serves.
-        seed: Seed of the bootstrap.
-    """
-    # Can a system's scores tell queries that no skill serves from the others?
-    query_ids = [task.query.query_id for task in tasks]
-    separations = unserved_separation(rankings_by_system, query_ids, unserved, seed)
-    refusal_rows: list[Row] = []
-    try:
-        refusal_rows = refusals(rankings_by_system, tasks, unserved)
-    except SkilltrainError as error:
-        say(f"warning: refused requests are not counted: {error.problem}")
-    return {"unserved": separations, "refusals": refusal_rows}
-
-
 def _refusal_notes(rows: Sequence[Row]) -> list[str]:
-    """Write a sentence for each system about the requests that it answers and refuses.
+    """Write sentences for each system about the queries that it answers and refuses.
 
     Args:
-        rows: Rows of the analysis `refusals`.
+        rows: Rows of `refusals`.
     """
     return [
         f"{row['system']}: a threshold from other folds answers {row['answered_unserved']} of the "
         f"{row['answered_unserved'].n} queries that no skill serves, and refuses "
         f"{row['refused_served']} of the {row['refused_served'].n} others. Exact skills "
-        f"{row['exact_set']}, calibration error {row['calibration_error']}."
+        f"{row['exact_set']}, calibration error {row['calibration_error']}. The best score of a "
+        f"query with a skill is the higher one with probability {row['separation']}; .5 is chance."
         for row in rows
     ]
 

@@ -23,7 +23,7 @@ from skilltrain.evaluation.report import ANALYSES, Report
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
-from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
+from skilltrain.metrics.measures import Measure, meaning_of, parse_measure, per_query
 from skilltrain.metrics.slices import ALL, KIND, QUERY_LENGTH, Row, SliceMeans, distinct_slices
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
@@ -118,7 +118,7 @@ def _meanings(measures: Sequence[str]) -> dict[str, str]:
     """Return the meaning of each measure by its name without cutoff and copies, such as `Hit`."""
     meanings = {}
     for measure in measures:
-        name, _, _ = measure.removesuffix(COPIES).partition("@")
+        name = parse_measure(measure).name
         meanings[name] = meaning_of(name)
     return meanings
 

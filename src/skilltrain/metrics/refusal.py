@@ -11,6 +11,7 @@ Notes:
       of each bin.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from itertools import chain, compress
@@ -23,7 +24,14 @@ from pydantic import Field
 from skilltrain.config import Config
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
-from skilltrain.metrics.bootstrap import QUANTILES, Interval, resampled_means, share
+from skilltrain.metrics.bootstrap import (
+    QUANTILES,
+    SEED,
+    Interval,
+    resampled_means,
+    separation,
+    share,
+)
 
 NUM_FOLDS = 5
 MAX_REFUSED = 0.15  # of requests that some skill serves: a wrong refusal is the worse error
@@ -340,23 +348,28 @@ def _fit_rule(requests: Sequence[ScoredRequest]) -> _Rule:
     return _Rule(fit_skill_probability(requests), fits, threshold)
 
 
-def cross_validate(requests: Sequence[ScoredRequest], folds: np.ndarray) -> dict[str, Any]:
+def cross_validate(
+    requests: Sequence[ScoredRequest], folds: np.ndarray, seed: int = SEED
+) -> dict[str, Any]:
     """Judge how a system refuses requests, by rules that are fitted to the other folds.
 
     Args:
         requests: Requests with a skill, and requests without one.
         folds: [request] Fold of each request. At least two folds have requests with a skill.
+        seed: Seed of the bootstrap.
 
     Returns:
         Intervals by name. `answered_unserved`: share of the requests without a skill that are
         answered. `refused_served`: share of the others that are refused. `exact_set`: share of the
         others whose predicted skills are the gold skills. `calibration_error`: error of the
-        probability that the first skill is right. And `risk_coverage`: see this function.
+        probability that the first skill is right. `separation`: probability that a request with a
+        skill has a higher best score than one without. And `risk_coverage`: see this function.
     """
     # One value for each request.
     answered: list[bool] = []
     exact: list[bool] = []
     confidence: list[float] = []
+    best_scores: list[float] = []
     for request, rule in zip(requests, fit_out_of_fold(_fit_rule, requests, folds), strict=True):
         fit_probability = rule.fits.first_probability(request.features)
         is_answered = len(request.features) > 0 and fit_probability >= rule.threshold
@@ -364,14 +377,19 @@ def cross_validate(requests: Sequence[ScoredRequest], folds: np.ndarray) -> dict
         answered.append(is_answered)
         exact.append(is_answered and predicts_gold(probabilities, request))
         confidence.append(max(probabilities, default=0.0))
+        # The first feature of the first skill is its score. An empty ranking scores lowest.
+        best_scores.append(max(request.features[:1, 0], default=-math.inf))
 
     is_served = np.array([request.num_gold > 0 for request in requests])
     is_right = np.array([request.first_is_right for request in requests])
+    served_scores = [*compress(best_scores, is_served)]
+    unserved_scores = [*compress(best_scores, ~is_served)]
     return {
+        "separation": separation(served_scores, unserved_scores, seed),
         "answered_unserved": share(np.array(answered)[~is_served]),
         "refused_served": share(~np.array(answered)[is_served]),
         "exact_set": share(np.array(exact)[is_served]),
-        "calibration_error": calibration_error(np.array(confidence), is_right),
+        "calibration_error": calibration_error(np.array(confidence), is_right, seed),
         "risk_coverage": risk_coverage(np.array(confidence), is_right),
     }
 
@@ -390,7 +408,9 @@ def predicts_gold(probabilities: np.ndarray, request: ScoredRequest) -> bool:
     return num_right == num_predicted == request.num_gold
 
 
-def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> Interval:
+def calibration_error(
+    probabilities: np.ndarray, is_right: np.ndarray, seed: int = SEED
+) -> Interval:
     """Return the expected calibration error, over ten bins of equally many answers.
 
     It is the mean difference between confidence and accuracy of the bins (Naeini et al. 2015; bins
@@ -399,6 +419,7 @@ def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> Interv
     Args:
         probabilities: [answer] Confidence that each answer is right.
         is_right: [answer] Whether each answer is right.
+        seed: Seed of the draws.
     """
     num_bins = min(_NUM_BINS, len(probabilities))
     # Each bin holds the positions of its answers, from the least certain answers on.
@@ -410,7 +431,7 @@ def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> Interv
 
     # The mean of a column is the difference of its bin, weighted by the bin's share of answers.
     error = float(np.abs(differences.mean(0)).sum())
-    resampled_errors = np.abs(resampled_means(differences)).sum(1)  # [resample]
+    resampled_errors = np.abs(resampled_means(differences, seed=seed)).sum(1)  # [resample]
     low, high = np.quantile(resampled_errors, QUANTILES).tolist()
     # Draws add chance to every bin, so the lower end of a small error can exceed the error.
     return Interval(error, min(low, error), high, len(probabilities))

@@ -11,9 +11,8 @@ All metrics are by cross-validation over queries.
   general requests (`general`), and of the user's requests that no skill serves (`unserved`).
 - Over queries that some skill serves: the share whose first skill is right (`right`), the share
   that is answered (`answered`), the share of right first skills among the answered queries
-  (`right_if_answered`), the share whose predicted skills are exactly the gold skills (`exact_set`),
-  the share whose likely set holds a right skill (`contained`), and the mean size of the likely set
-  (`num_likely`).
+  (`right_if_answered`), the share whose likely set holds a right skill (`contained`), and the mean
+  size of the likely set (`num_likely`).
 
 Notes:
     - A served query whose skills are not found does not teach when to answer. Its answer would not
@@ -50,7 +49,6 @@ from skilltrain.metrics.refusal import (
     fit_out_of_fold,
     fit_skill_probability,
     limit_refusals,
-    predicts_gold,
     risk_coverage,
 )
 from skilltrain.serving.answer import Calibration, Calibrator, Trace
@@ -207,19 +205,17 @@ class Case(NamedTuple):
         kind: `served`: a query, with a skill in the pool that serves it. `hidden`: a query, without
             the skills that serve it. `general`: a request of `GENERAL_REQUESTS`. `unserved`: a
             request that the user has found to be served by no skill.
-        num_gold: Number of skills that a served query needs. It is 0 for the other kinds.
     """
 
     trace: Trace
     is_right: np.ndarray
     kind: CaseKind
-    num_gold: int = 0
 
     @property
     def request(self) -> ScoredRequest:
         """The request with the features of all rankers."""
         features = self.trace.features(tuple(self.trace.rankings_by_ranker))
-        return ScoredRequest(features, self.is_right, self.num_gold)
+        return ScoredRequest(features, self.is_right, num_gold=int(self.kind == "served"))
 
 
 def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
@@ -256,8 +252,7 @@ def route_tasks(router: Router, tasks: Sequence[Task]) -> list[Case]:
         # Every skill with a gain counts as right, and so do equivalent skills and near-duplicates.
         right_ids = {skill_id for skill_id, gain in relevance.gains.items() if gain > 0}
         right_ids.update(relevance.gold, relevance.alternatives, relevance.copies)
-        served_case = _route(router, task.query.text, right_ids, "served")
-        cases.append(served_case._replace(num_gold=len(relevance.gold)))
+        cases.append(_route(router, task.query.text, right_ids, "served"))
         cases.append(_route(router, task.query.text, right_ids, "hidden"))
     return cases
 
@@ -395,17 +390,12 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     # The confidence is the probability that the best skill is right.
     confidence = np.array([max(values, default=0.0) for values in probabilities])
 
-    exact: list[bool] = []
-    for is_answered, values, case in zip(answered, probabilities, cases, strict=True):
-        exact.append(bool(is_answered) and predicts_gold(values, case.request))
-
     served = kinds == "served"
     metrics = {
         "right": share(right[served]),
         "answered": share(answered[served]),
         "falsely_answered": share(answered[kinds == "hidden"]),
         "general": share(answered[kinds == "general"]),
-        "exact_set": share(np.array(exact)[served]),
         **_likely_set_metrics(pairs),
         "calibration_error": calibration_error(confidence, right),
         "risk_coverage": risk_coverage(confidence, right),
