@@ -315,11 +315,9 @@ def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
-    if config.systems and not has_pools:
-        raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
-    if config.sheet_depth and not has_pools:
-        problem = "a sheet shows the texts of skills, and there is no pool"
-        raise SkilltrainError("missing-pool", problem, where="sheet_depth", fix="give pool=…")
+    if (config.systems or config.sheet_depth) and not has_pools:
+        problem = "systems need a pool to rank, and a sheet shows its texts"
+        raise SkilltrainError("missing-pool", problem, fix="give pool=…")
 
 
 def _add_near_duplicates(

@@ -20,6 +20,7 @@ from skilltrain.evaluation.page import (
     markdown,
 )
 from skilltrain.evaluation.report import ANALYSES, Report
+from skilltrain.evaluation.skill_page import skill_page
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
@@ -43,10 +44,11 @@ Column = tuple[SliceMeans, str]
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write metrics.json, report.md, report.html and per_query.jsonl into `folder`."""
+    """Write metrics.json, report.md, two pages and per_query.jsonl into `folder`."""
     write_json(folder / "metrics.json", report.to_json())
     write_text(folder / "report.md", report_markdown(report))
     write_text(folder / "report.html", report_page(report))
+    write_text(folder / "skills.html", skill_page(report))
     write_per_query(report, folder / "per_query.jsonl")
 
 
