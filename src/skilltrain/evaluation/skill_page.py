@@ -33,8 +33,13 @@ def first_skills(report: Report, result: SystemResult) -> list[tuple[str, Counte
         first_id = ranking[0] if ranking else "nothing"
         for skill_id in gold:
             counts_by_skill[skill_id][skill_id if first_id in gold else first_id] += 1
-    # Right minus all requests: the more requests are wrong, the lower.
-    return sorted(counts_by_skill.items(), key=lambda item: item[1][item[0]] - item[1].total())
+
+    def sort_key(item: tuple[str, Counter[str]]) -> tuple[int, str]:
+        skill_id, counts = item
+        num_wrong = counts.total() - counts[skill_id]
+        return -num_wrong, skill_id  # the id decides between equal numbers
+
+    return sorted(counts_by_skill.items(), key=sort_key)
 
 
 def skill_page(report: Report) -> str:
