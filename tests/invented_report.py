@@ -11,7 +11,7 @@ import numpy as np
 from skilltrain.evaluation.analyse import outcomes
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, task_of
-from skilltrain.metrics.bootstrap import intervals
+from skilltrain.metrics.bootstrap import Interval, intervals
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
     DEFAULT_MEASURES,
@@ -131,11 +131,19 @@ def _analysis(results: Sequence[SystemResult]) -> dict[str, Any]:
         "outcomes": [outcomes(encoder, reranked, "Hit@1"), outcomes(bm25, reranked, "FC@10")],
         "pass_rates": pass_rates(coverage),
         "latencies": _latencies(results),
+        "unserved": [_unserved(result.name, n) for n, result in enumerate(results)],
         "structure": [
             dict(zip(names, row, strict=True), num_gold=180, num_others=26_261) for row in features
         ],
         "attention": [_attention("SR-Rank MiniLM", 6), _attention("SR-Rank 0.6B", 28)],
     }
+
+
+def _unserved(system: str, number: int) -> dict[str, Any]:
+    value = Interval(0.1 * number, 0.08 * number, 0.15 * number, 40)
+    names = ("separation", "answered_unserved", "refused_served", "exact_set", "calibration_error")
+    curve = [(n / 10, n / 20) for n in range(1, 11)]
+    return {"system": system, **dict.fromkeys(names, value), "risk_coverage": curve}
 
 
 def _latencies(results: Sequence[SystemResult]) -> list[dict[str, Any]]:

@@ -19,18 +19,18 @@ from skilltrain.metrics.benchmarks.benchmark import Task
 from skilltrain.metrics.benchmarks.load import read_unserved
 from skilltrain.metrics.bootstrap import share
 from skilltrain.metrics.measures import Relevance
-from skilltrain.records import Query
-from skilltrain.serving.answer import Calibrator, Logistic, Trace
-from skilltrain.serving.calibrate import (
-    GENERAL_REQUESTS,
+from skilltrain.metrics.refusal import (
+    Logistic,
     assign_folds,
-    bound,
     calibration_error,
     fit_logistic,
     fit_out_of_fold,
     limit_refusals,
     risk_coverage,
 )
+from skilltrain.records import Query
+from skilltrain.serving.answer import Calibrator, Trace
+from skilltrain.serving.calibrate import GENERAL_REQUESTS, bound
 from skilltrain.serving.router import Router
 from skilltrain.tables import SKILLS, write_table
 from small_library import QUERIES, skilltrain, succeeds
@@ -201,7 +201,11 @@ def test_calibration_error_by_hand():
     # Ten bins of one answer: five of |.3 - 1|, three of |.9 - 1| and two of |.9 - 0|.
     expected = (5 * 0.7 + 3 * 0.1 + 2 * 0.9) / 10
 
-    assert calibration_error(PROBABILITIES, IS_RIGHT) == pytest.approx(expected)
+    error = calibration_error(PROBABILITIES, IS_RIGHT)
+
+    assert error.mean == pytest.approx(expected)
+    assert error.low <= error.mean <= error.high
+    assert error.n == 10
 
 
 def test_risk_by_coverage_by_hand():
@@ -278,7 +282,7 @@ def test_calibration_scores_all_queries(calibration):
     assert summary["unserved"]["n"] == 2
     assert summary["right"]["mean"] > 0.5
     assert summary["falsely_answered"]["mean"] < summary["answered"]["mean"]
-    assert 0 <= summary["calibration_error"] <= 1
+    assert 0 <= summary["calibration_error"]["mean"] <= 1
     assert summary["risk_coverage"][-1][0] == 1
 
 
@@ -486,6 +490,22 @@ def test_queries_of_one_skill_share_fold(golds, seed):
     rows = list(zip(golds, folds, strict=True))
     for (gold, fold), (other_gold, other_fold) in itertools.combinations(rows, 2):
         assert fold == other_fold or not gold & other_gold
+
+
+def test_queries_of_one_author_share_fold():
+    authors = ["anna", "ben", "cleo", "anna", "ben", "cleo"]
+    golds = [{f"{author}/{number}"} for number, author in enumerate(authors)]
+
+    folds = assign_folds(tasks_of(golds), 3, seed=0)
+
+    assert sorted(folds[:3].tolist()) == [0, 1, 2]
+    assert folds[3:].tolist() == folds[:3].tolist()
+
+
+def test_few_authors_are_split_by_skill():
+    folds = assign_folds(tasks_of([{"anna/1"}, {"anna/2"}, {"anna/3"}]), 3, seed=0)
+
+    assert sorted(folds.tolist()) == [0, 1, 2]
 
 
 def test_few_groups_make_few_folds():

@@ -601,16 +601,31 @@ def evaluate_unserved(folder: Path, *rows: dict[str, str]) -> None:
     evaluate(folder, pool=folder / "pool", systems=[BM25], analysis=analysis)
 
 
-def test_best_score_separates_unserved_queries(topics):
-    # In truth s0 serves the second query.
-    evaluate_unserved(topics, {"query": "bake bread at dawn"}, {"query": "the deploy report"})
+def test_refusals_are_reported_with_intervals(topics):
+    rows = [{"query": f"bake bread at dawn {number}"} for number in range(4)]
 
-    auc = saved_metrics(topics)["analysis"]["unserved"]["bm25"]
-    # All eight queries score more than the first; the second scores as one of the eight.
-    assert 0.5 < auc["mean"] <= 1
-    assert auc["low"] <= auc["mean"] <= auc["high"]
-    assert auc["n"] == 10
-    assert "(n = 8 and 2; .5 is chance)" in (topics / "out" / "report.md").read_text()
+    # In truth s0 serves the last query.
+    evaluate_unserved(topics, *rows, {"query": "the deploy report"})
+
+    (row,) = saved_metrics(topics)["analysis"]["unserved"]
+    assert row["answered_unserved"]["n"] == 5
+    assert row["answered_unserved"]["mean"] < 0.5  # only the last query has words of a skill
+    assert row["refused_served"]["n"] == row["exact_set"]["n"] == NUM_QUERIES
+    assert row["calibration_error"]["n"] == row["separation"]["n"] == NUM_QUERIES + 5
+    # All eight queries score more than the first four; the last scores as one of the eight.
+    assert 0.5 < row["separation"]["mean"] <= 1
+    assert row["risk_coverage"][-1][0] == 1
+    markdown = (topics / "out" / "report.md").read_text()
+    assert "answered of 5 queries without a skill | refused of 8 others" in markdown
+    page = (topics / "out" / "report.html").read_text()
+    assert "Wrong answers by share answered" in page
+
+
+def test_refusals_need_two_skills(folder):
+    write_ours(folder / "bench", [("q1", "says apples", "")], {"q1": {"s0": "required"}})
+
+    with raises("cannot-calibrate"):
+        evaluate_unserved(folder, {"query": "bake bread"})
 
 
 def test_unserved_queries_have_no_saved_rankings(topics):

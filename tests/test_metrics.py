@@ -34,7 +34,7 @@ def value(measure: str, ranking: Sequence[str], relevance: Relevance = BINARY) -
 
 def test_measures_are_parsed_without_repeats():
     assert parse_measures(["Hit@1", "FC@10", "Hit@1"]) == (Measure("Hit", 1), Measure("FC", 10))
-    assert parse_measure("Hit@1 (copies)") == Measure("Hit", 1, copies=True)
+    assert parse_measure("Hit@1 (copies)") == Measure("Hit", 1, accepts="copies")
 
 
 def test_measure_prints_as_it_was_written():
@@ -226,17 +226,17 @@ RANDOM_RANKINGS = given(
 )
 
 
-def all_measures(cutoff: int, copies: bool) -> list[Measure]:
-    return [Measure(name, cutoff if name in CUT else 0, copies) for name in BUILT_IN["measure"]]
+def all_measures(cutoff: int, accepts: str) -> list[Measure]:
+    return [Measure(name, cutoff if name in CUT else 0, accepts) for name in BUILT_IN["measure"]]
 
 
-@pytest.mark.parametrize("copies", [False, True])
+@pytest.mark.parametrize("accepts", ["", "copies"])
 @settings(max_examples=60)
 @RANDOM_RANKINGS
-def test_first_alternative_counts_as_gold_skill(ranking: list[str], cutoff: int, copies: bool):
+def test_first_alternative_counts_as_gold_skill(ranking: list[str], cutoff: int, accepts: str):
     """Values stay if the first of a group is renamed to its gold skill, the others to strangers."""
-    measures = all_measures(cutoff, copies)
-    gold_by_id = ALTERNATIVES | COPIES if copies else ALTERNATIVES
+    measures = all_measures(cutoff, accepts)
+    gold_by_id = ALTERNATIVES | COPIES if accepts else ALTERNATIVES
     renamed: list[str] = []
     for skill_id in ranking:
         gold = gold_by_id.get(skill_id, skill_id)
@@ -250,11 +250,21 @@ def test_first_alternative_counts_as_gold_skill(ranking: list[str], cutoff: int,
 @settings(max_examples=60)
 @RANDOM_RANKINGS
 def test_copies_never_lower_values(ranking: list[str], cutoff: int):
-    strict = evaluate_query(ranking, WITH_ALTERNATIVES, all_measures(cutoff, copies=False))
+    strict = evaluate_query(ranking, WITH_ALTERNATIVES, all_measures(cutoff, accepts=""))
 
-    lenient = evaluate_query(ranking, WITH_ALTERNATIVES, all_measures(cutoff, copies=True))
+    lenient = evaluate_query(ranking, WITH_ALTERNATIVES, all_measures(cutoff, accepts="copies"))
 
     assert all(lenient[f"{measure} (copies)"] >= value for measure, value in strict.items())
+
+
+def test_judged_skill_counts_in_its_measure():
+    """The useful skill u has a gain of its own, but readers found that it serves the query."""
+    relevance = Relevance(frozenset("a"), {"a": 1.0, "u": 0.5}, judged={"u": "a"})
+    measures = parse_measures(["Hit@1", "Hit@1 (judged)", "nDCG@2 (judged)"])
+
+    values = evaluate_query(("u", "a"), relevance, measures)
+
+    assert values == {"Hit@1": 0, "Hit@1 (judged)": 1, "nDCG@2 (judged)": 1}
 
 
 WITH_COPIES = Relevance(frozenset("ab"), {"a": 1.0, "b": 1.0}, copies={"c": "a", "d": "a"})

@@ -72,11 +72,11 @@ def sheet(
 
     Example: skilltrain r3 sheet runs/judged --pool runs/pool --out anna.csv
     """
-    from skilltrain.papers.r3.annotation import write_sheet
+    from skilltrain.papers.r3.annotation import write_judged_sheet
 
     if out.exists():
         raise SkilltrainError("output-exists", "exists already", where=out, fix="name another file")
-    num_rows = write_sheet(judged, pool, num_queries, out)
+    num_rows = write_judged_sheet(judged, pool, num_queries, out)
     line = f"{out}: {num_rows} skills to judge; the verdicts are {', '.join(Verdict)}"
     conclude({}, [line], as_json=False)
 

@@ -10,7 +10,6 @@ Notes:
       `truncation`.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Annotated, Any, NamedTuple, cast
@@ -20,16 +19,22 @@ from pydantic import Field, SerializeAsAny
 
 from skilltrain.config import Config, InputPath
 from skilltrain.evaluation.report import Report
-from skilltrain.metrics.benchmarks.benchmark import Benchmark
-from skilltrain.metrics.bootstrap import SEED, Interval, cluster_sums, separation
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
+from skilltrain.metrics.bootstrap import Interval, cluster_sums
 from skilltrain.metrics.comparison import SystemResult, shared_query_ids, sign_test, values_of
-from skilltrain.metrics.measures import Measure, per_query
+from skilltrain.metrics.measures import Measure, Relevance, per_query, resolve_alternatives
+from skilltrain.metrics.refusal import (
+    NUM_FOLDS,
+    ScoredRequest,
+    cross_validate,
+    score_features,
+)
 from skilltrain.metrics.slices import Row, means_of
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.loading import default_device
 from skilltrain.models.reranker import load_reranker
 from skilltrain.plugins import OneOf
-from skilltrain.records import Query, Rankings, Skill
+from skilltrain.records import Query, Ranking, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig
 from skilltrain.retrieval.rankers import flatten_rankers
 from skilltrain.retrieval.rerank import RerankConfig
@@ -80,7 +85,7 @@ class AnalysisConfig(Config):
     )
     unserved: InputPath | None = Field(
         default=None,
-        description="JSON Lines of queries (key `query`) that no skill serves: do scores tell?",
+        description="JSON Lines of queries (key `query`) that no skill serves: are they refused?",
     )
     truncation: bool = Field(
         default=False, description="count the skills that each model sees whole; reads all skills"
@@ -174,37 +179,52 @@ def outcomes(baseline: SystemResult, system: SystemResult, measure: str) -> Row:
     return row
 
 
-def unserved_separation(
-    rankings_by_system: Mapping[str, Rankings],
-    query_ids: Sequence[str],
+def refusals(
+    stages_by_system: Mapping[str, Sequence[RankedStage]],
+    tasks: Sequence[Task],
     unserved: Sequence[Query],
-    seed: int = SEED,
-) -> dict[str, Interval]:
-    """Return how well each system's best score separates served queries from unserved ones.
+    task_folds: np.ndarray,
+    seed: int,
+) -> list[Row]:
+    """Return how well each system refuses the queries that no skill serves, by cross-validation.
 
-    The value is the probability that a served query has a higher best score than an unserved query.
-    The scores must be comparable between queries, as z-scores are.
+    Features are the score of a skill and its lead.
 
     Args:
-        rankings_by_system: Rankings of all queries by system. A ranking holds pairs of a skill id
-            and a score, the best first.
-        query_ids: Queries that a skill serves.
+        stages_by_system: For each system, the rankings of each of its rankers in order.
+        tasks: Queries that a skill serves, with their gold skills.
         unserved: Queries that no skill serves.
+        task_folds: [task] Fold of each task.
         seed: Seed of the bootstrap.
+
+    Returns:
+        A row for each system: the values of `cross_validate`.
     """
-    unserved_ids = [query.query_id for query in unserved]
-    separations = {}
-    for system, rankings in rankings_by_system.items():
-        best_scores = {}
-        for query_id, ranking in rankings.items():
-            best_score = -math.inf  # an empty ranking scores lowest
-            if ranking:
-                _, best_score = ranking[0]
-            best_scores[query_id] = best_score
-        served_scores = [best_scores[query_id] for query_id in query_ids]
-        unserved_scores = [best_scores[query_id] for query_id in unserved_ids]
-        separations[system] = separation(served_scores, unserved_scores, seed)
-    return separations
+    folds = np.append(task_folds, np.arange(len(unserved)) % NUM_FOLDS)
+    no_skill = Relevance(frozenset(), {})
+    rows: list[Row] = []
+    for system, stages in stages_by_system.items():
+        rankings = stages[-1].rankings  # of the last ranker
+        requests: list[ScoredRequest] = []
+        for task in tasks:
+            requests.append(_scored_request(rankings[task.query.query_id], task.relevance))
+        for query in unserved:
+            requests.append(_scored_request(rankings[query.query_id], no_skill))
+        rows.append({"system": system, **cross_validate(requests, folds, seed)})
+    return rows
+
+
+def _scored_request(ranking: Ranking, relevance: Relevance) -> ScoredRequest:
+    """Return the features of a ranking, and which of its skills are gold.
+
+    Args:
+        ranking: Pairs of skill id and score, the best first.
+        relevance: Gold skills of the query. There are none if no skill serves the query.
+    """
+    skill_ids = [skill_id for skill_id, _ in ranking]
+    gold = resolve_alternatives(skill_ids, relevance).gold
+    is_right = np.array([skill_id in gold for skill_id in skill_ids], dtype=bool)
+    return ScoredRequest(score_features([score for _, score in ranking]), is_right, len(gold))
 
 
 def stage_recalls(

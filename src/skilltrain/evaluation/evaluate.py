@@ -20,32 +20,43 @@ from pydantic import Field, model_validator
 from skilltrain.config import InputPath, InputPaths, Seed
 from skilltrain.data.near_duplicates import copies_of
 from skilltrain.data.pool.read import read_pool
+from skilltrain.data.sampling import stable_number
 from skilltrain.errors import SkilltrainError
 from skilltrain.evaluation.analyse import (
     AnalysisConfig,
     Inputs,
+    refusals,
     run_input_analyses,
     run_result_analyses,
-    unserved_separation,
 )
 from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
+from skilltrain.metrics.benchmarks.benchmark import (
+    Benchmark,
+    add_copies,
+    check_pool,
+    join_tiers,
+)
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.benchmarks.trec import read_run
-from skilltrain.metrics.bootstrap import SEED, Interval
+from skilltrain.metrics.bootstrap import SEED
 from skilltrain.metrics.comparison import SystemResult
 from skilltrain.metrics.measures import (
     COPIES,
     DEFAULT_MEASURES,
+    JUDGED,
     Measure,
     MeasureNames,
+    parse_measure,
     parse_measures,
     per_query,
     with_copies,
 )
+from skilltrain.metrics.refusal import NUM_FOLDS, assign_folds
+from skilltrain.metrics.slices import Row
+from skilltrain.metrics.verdicts import add_judged, read_pair_verdicts, write_sheet
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.cascade import RankedStage, SystemConfig, check_systems, run_systems
 from skilltrain.retrieval.rankers import flatten_rankers
@@ -91,6 +102,16 @@ class Evaluate(Stage):
         default=None,
         description="CLUSTERS of the pool: adds `Hit@1 (copies)` …: near-duplicates count as gold",
     )
+    verdicts: InputPaths = Field(
+        default=(),
+        description="CSV files with query_id, skill_id, verdict (required, serves or no) and "
+        "reader: adds `Hit@1 (judged)`, where skills that serve count as gold",
+    )
+    sheet_depth: int = Field(
+        default=0,
+        ge=0,
+        description="skills of each ranking that readers are to judge, in to_judge.csv; 0 for none",
+    )
     measures: MeasureNames = Field(
         default=DEFAULT_MEASURES, min_length=1, description="e.g. Hit@1, nDCG@10, FC@10, Set-Compat"
     )
@@ -112,11 +133,12 @@ class Evaluate(Stage):
 
     @model_validator(mode="after")
     def _check_copies(self) -> "Evaluate":
-        copy_measures = [name for name in self.measures if name.endswith(COPIES)]
-        if copy_measures and self.clusters is None:
-            name = copy_measures[0]
-            problem = f"{name} counts near-duplicates of gold skills"
-            raise ValueError(f"measures: {problem}: give clusters=…")
+        for name in self.measures:
+            if name.endswith(COPIES) and self.clusters is None:
+                problem = f"{name} counts near-duplicates of gold skills"
+                raise ValueError(f"measures: {problem}: give clusters=…")
+            if name.endswith(JUDGED) and not self.verdicts:
+                raise ValueError(f"measures: {name} counts judged skills: give verdicts=…")
         return self
 
     @model_validator(mode="after")
@@ -142,9 +164,12 @@ class Evaluate(Stage):
 
     @property
     def scored(self) -> tuple[Measure, ...]:
-        """All measures: `measures` and, if there are `clusters`, the same with copies."""
+        """All measures: with `clusters` also those with copies, with `verdicts` Hit@1 (judged)."""
         measures = parse_measures(self.measures)
-        return measures if self.clusters is None else with_copies(measures)
+        if self.clusters is not None:
+            measures = with_copies(measures)
+        judged_measures = [parse_measure(f"Hit@1{JUDGED}")] if self.verdicts else []
+        return tuple(dict.fromkeys([*measures, *judged_measures]))
 
     @property
     def num_systems(self) -> int:
@@ -163,18 +188,16 @@ class Evaluate(Stage):
         # Rank all queries, also those that no skill serves. There is one result for each ranker of
         # a system. The result of the last ranker is the final one.
         unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
+        tasks = data.benchmark.tasks
+        # Folds are assigned before the ranking, which may take long, because they may fail.
+        folds = assign_folds(tasks, NUM_FOLDS, self.bootstrap_seed) if unserved else None
         results_by_system, chat_counts = _rank(self, data, unserved)
         query_ids = list(data.benchmark.relevances)
         notes = [*data.benchmark.notes, *_selection_notes(self), *_chat_notes(chat_counts)]
-        if unserved:
-            final_rankings = {
-                system: results[-1].rankings for system, results in results_by_system.items()
-            }
-            seed = self.bootstrap_seed
-            # Can a system's scores tell queries that no skill serves from the others?
-            separations = unserved_separation(final_rankings, query_ids, unserved, seed)
-            analysis["unserved"] = separations
-            notes += _unserved_notes(separations, len(query_ids), len(unserved))
+        if folds is not None:
+            rows = refusals(results_by_system, tasks, unserved, folds, self.bootstrap_seed)
+            analysis["unserved"] = rows
+            notes += _refusal_notes(rows)
 
         # From here on, results are without the unserved queries.
         all_results = []
@@ -191,6 +214,8 @@ class Evaluate(Stage):
 
         # Predictions of other software are scored like the rankings of systems.
         ranked_ids |= data.predictions
+        if self.sheet_depth:
+            write_sheet(_pairs_to_judge(data, ranked_ids, self.sheet_depth), out / "to_judge.csv")
 
         # The analyses of results read a report that holds the analyses of inputs.
         provenance = _provenance(self, len(data.skills))
@@ -276,6 +301,8 @@ def _load(config: Evaluate) -> _Data:
     predictions = _read_predictions(config, benchmark, skills_by_id)
     if config.clusters is not None:
         benchmark = _add_near_duplicates(benchmark, skills_by_id, config.clusters)
+    if config.verdicts:
+        benchmark = add_judged(benchmark, read_pair_verdicts(config.verdicts), skills_by_id)
     return _Data(benchmark, pools, skills_by_id, predictions)
 
 
@@ -290,8 +317,9 @@ def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
-    if config.systems and not has_pools:
-        raise SkilltrainError("missing-pool", "systems need a pool to rank", fix="give pool=…")
+    if (config.systems or config.sheet_depth) and not has_pools:
+        problem = "systems need a pool to rank, and a sheet shows its texts"
+        raise SkilltrainError("missing-pool", problem, fix="give pool=…")
 
 
 def _add_near_duplicates(
@@ -355,6 +383,29 @@ def _rank(
                 stages = [earlier.joined(later) for earlier, later in pairs]
             stages_by_system[system] = list(stages)
     return stages_by_system, chat_counts
+
+
+def _pairs_to_judge(
+    data: _Data, ranked_ids: Mapping[str, Predictions], depth: int
+) -> list[tuple[Query, Skill]]:
+    """Return each query with the first skills of all systems, in an order that tells nothing.
+
+    Args:
+        data: Benchmark and skills.
+        ranked_ids: Ranked skill ids by system and query id.
+        depth: Number of skills of each ranking.
+    """
+    pairs: list[tuple[Query, Skill]] = []
+    # Pseudo-random numbers of the ids decide the order. So readers cannot guess a system or a rank
+    # from the order, and a repeated run writes the same sheet.
+    for query in sorted(data.benchmark.queries, key=lambda query: stable_number(query.query_id)):
+        query_id = query.query_id
+        skill_ids: set[str] = set()
+        for rankings in ranked_ids.values():
+            skill_ids.update(rankings.get(query_id, [])[:depth])
+        for skill_id in sorted(skill_ids, key=lambda key: stable_number(query_id, key)):
+            pairs.append((query, data.skills[skill_id]))
+    return pairs
 
 
 def _read_predictions(
@@ -539,20 +590,19 @@ def _selection_notes(config: Evaluate) -> list[str]:
     return [f"{counts} systems ran (only). P-values are corrected as if all had run."]
 
 
-def _unserved_notes(
-    separations: Mapping[str, Interval], num_queries: int, num_unserved: int
-) -> list[str]:
-    """Write a sentence for each system about its scores of queries that no skill serves.
+def _refusal_notes(rows: Sequence[Row]) -> list[str]:
+    """Write sentences for each system about the queries that it answers and refuses.
 
     Args:
-        separations: Probability in the sentence, by system.
-        num_queries: Number of queries that a skill serves.
-        num_unserved: Number of queries that no skill serves.
+        rows: Rows of `refusals`.
     """
     return [
-        f"{system}: the best score of a query is above the best score of a query that no skill "
-        f"serves with probability {value} (n = {num_queries} and {num_unserved}; .5 is chance)."
-        for system, value in separations.items()
+        f"{row['system']}: a threshold from other folds answers {row['answered_unserved']} of the "
+        f"{row['answered_unserved'].n} queries that no skill serves, and refuses "
+        f"{row['refused_served']} of the {row['refused_served'].n} others. Exact skills "
+        f"{row['exact_set']}, calibration error {row['calibration_error']}. The best score of a "
+        f"query with a skill is the higher one with probability {row['separation']}; .5 is chance."
+        for row in rows
     ]
 
 

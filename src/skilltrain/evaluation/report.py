@@ -12,7 +12,7 @@ from skilltrain.evaluation.page import counted
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import RESAMPLES, Interval
 from skilltrain.metrics.comparison import Comparison, SystemResult, compare
-from skilltrain.metrics.measures import COPIES, Measure, Relevance, resolve_alternatives
+from skilltrain.metrics.measures import COPIES, JUDGED, Measure, Relevance, resolve_alternatives
 from skilltrain.metrics.slices import (
     ALL,
     KIND,
@@ -27,7 +27,7 @@ from skilltrain.records import Skill
 
 HEADLINE = "Hit@1"
 # Measures by which systems are compared in pairs; without any of them, the first measure.
-COMPARED = (HEADLINE, HEADLINE + COPIES, "MRR@10")
+COMPARED = (HEADLINE, HEADLINE + COPIES, HEADLINE + JUDGED, "MRR@10")
 ANALYSES = (
     "outcomes",
     "pass_rates",
@@ -53,7 +53,7 @@ class Report:
         gaps: Differences between groups of queries.
         notes: Sentences that a reader must know.
         provenance: What was evaluated, by title.
-        analysis: Rows of each analysis by its kind. `unserved` has intervals by system instead.
+        analysis: Rows of each analysis by its kind.
     """
 
     benchmark: Benchmark
@@ -195,8 +195,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
-        # An analysis that did not run is empty: a list of no rows or, for `unserved`, a map.
-        analysis = {kind: [] for kind in ANALYSES} | {"unserved": {}, **self.analysis}
+        analysis = {kind: [] for kind in ANALYSES} | {**self.analysis}
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,

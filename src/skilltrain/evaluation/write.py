@@ -20,10 +20,11 @@ from skilltrain.evaluation.page import (
     markdown,
 )
 from skilltrain.evaluation.report import ANALYSES, Report
+from skilltrain.evaluation.skill_page import skill_page
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
-from skilltrain.metrics.measures import COPIES, Measure, meaning_of, per_query
+from skilltrain.metrics.measures import Measure, meaning_of, parse_measure, per_query
 from skilltrain.metrics.slices import ALL, KIND, QUERY_LENGTH, Row, SliceMeans, distinct_slices
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
@@ -43,10 +44,11 @@ Column = tuple[SliceMeans, str]
 
 
 def write_report(report: Report, folder: Path) -> None:
-    """Write metrics.json, report.md, report.html and per_query.jsonl into `folder`."""
+    """Write metrics.json, report.md, two pages and per_query.jsonl into `folder`."""
     write_json(folder / "metrics.json", report.to_json())
     write_text(folder / "report.md", report_markdown(report))
     write_text(folder / "report.html", report_page(report))
+    write_text(folder / "skills.html", skill_page(report))
     write_per_query(report, folder / "per_query.jsonl")
 
 
@@ -118,7 +120,7 @@ def _meanings(measures: Sequence[str]) -> dict[str, str]:
     """Return the meaning of each measure by its name without cutoff and copies, such as `Hit`."""
     meanings = {}
     for measure in measures:
-        name, _, _ = measure.removesuffix(COPIES).partition("@")
+        name = parse_measure(measure).name
         meanings[name] = meaning_of(name)
     return meanings
 

@@ -25,7 +25,7 @@ from skilltrain.errors import SkilltrainError
 RESAMPLES = 10_000
 SEED = 0
 LEVEL = 0.95
-_QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # ends of an interval
+QUANTILES = ((1 - LEVEL) / 2, (1 + LEVEL) / 2)  # ends of an interval
 _KAPPA_RESAMPLES = 2_000  # fewer, because each resample is a table
 _MAX_CELLS = 2_000_000  # drawn queries in memory: 16 MB of indices and 16 MB of counts
 _TOLERANCE = 1e-12  # a mean difference closer to 0 is a rounding error
@@ -91,7 +91,7 @@ def separation(above: Sequence[float], below: Sequence[float], seed: int = SEED)
     below_counts = _draw_counts(rng, len(below), RESAMPLES)
     # Add the wins of each resample. A pair counts as often as its two values were drawn.
     sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)  # [resample]
-    low, high = np.quantile(sums / wins.size, _QUANTILES).tolist()
+    low, high = np.quantile(sums / wins.size, QUANTILES).tolist()
     return Interval(float(wins.mean()), low, high, len(above) + len(below))
 
 
@@ -221,7 +221,7 @@ def _intervals(
         values: One row per query.
         means: Means of the columns of `values`, one row per resample.
     """
-    ends = np.quantile(means, _QUANTILES, axis=0)  # [low and high, column]
+    ends = np.quantile(means, QUANTILES, axis=0)  # [low and high, column]
     rows = np.vstack([values.mean(axis=0), ends])  # mean, low and high of each column
     # A rounding error must not leave the range of the values.
     rows = np.clip(rows, values.min(axis=0), values.max(axis=0))
@@ -254,7 +254,7 @@ def agreement(groups: Sequence[Sequence[tuple[str, str]]]) -> Interval:
     num_draws = _draw_counts(rng, len(groups), _KAPPA_RESAMPLES)  # [resample, group]
     # The table of a resample is the sum of the tables of its groups.
     resampled_tables = np.tensordot(num_draws, tables, 1)  # [resample, label, label]
-    low, high = np.quantile(cohens_kappa(resampled_tables), _QUANTILES)
+    low, high = np.quantile(cohens_kappa(resampled_tables), QUANTILES)
     total_table = tables.sum(axis=0, keepdims=True)  # [1, label, label]
     kappa = cohens_kappa(total_table)[0]
     return Interval(float(kappa), float(low), float(high), len(pairs))

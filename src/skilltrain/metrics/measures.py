@@ -19,6 +19,7 @@ Rules for all callers:
   ignores such gold. Gold outside the ranking counts as missed. Unjudged skills gain nothing.
 - `M (copies)` also accepts a copy of a gold skill (`Relevance.copies`). Only the first of a gold
   skill and its copies counts. Later ones gain nothing but still take a place.
+- `M (judged)` accepts skills that readers found to serve the query (`Relevance.judged`) likewise.
 - If a measure is not defined for a query (Set-Compat, one gold skill), `per_query` has no key for
   it. The mean and its n are over the queries that have the key.
 """
@@ -39,9 +40,11 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.plugins import load_plugin, plugin_paths
 
 DEFAULT_MEASURES = ("Hit@1", "MRR@10", "nDCG@10", "Recall@10", "Recall@20", "Recall@50", "FC@10")
-COPIES = " (copies)"  # ending of the name of a measure that accepts copies of gold skills
+# Endings of the names of measures that accept other skills in the place of gold skills.
+COPIES = " (copies)"
+JUDGED = " (judged)"
 _HIGHEST_GAIN = 1000.0  # so that no sum of 2^gain leaves the range of a float
-_MEASURE = re.compile(r"(.*?)(?:@([1-9][0-9]{0,8}))?( \(copies\))?", re.DOTALL)
+_MEASURE = re.compile(r"(.*?)(?:@([1-9][0-9]{0,8}))?(?: \((copies|judged)\))?", re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,12 +58,15 @@ class Relevance:
         alternatives: Gold skill by the id of a skill that does the same. Only the first of them in
             a ranking counts.
         copies: Gold skill by the id of a near-duplicate. Only measures with copies accept them.
+        judged: Gold skill by the id of a skill that readers found to serve the query. Only measures
+            with judged skills accept them.
     """
 
     gold: frozenset[str]
     gains: Mapping[str, float]
     alternatives: Mapping[str, str] = field(default_factory=dict)
     copies: Mapping[str, str] = field(default_factory=dict)
+    judged: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,16 +76,17 @@ class Measure:
     Attributes:
         name: Name of the plug-in.
         cutoff: Number of places that it reads; 0 for a measure without a cutoff.
-        copies: Whether a near-duplicate of a gold skill counts as gold.
+        accepts: Skills that also count as gold: `copies` (near-duplicates of a gold skill),
+            `judged` (skills that readers found to serve the query) or none.
     """
 
     name: str
     cutoff: int
-    copies: bool = False
+    accepts: str = ""
 
     def __str__(self) -> str:
         cutoff = f"@{self.cutoff}" if self.cutoff else ""
-        return self.name + cutoff + (COPIES if self.copies else "")
+        return self.name + cutoff + (f" ({self.accepts})" if self.accepts else "")
 
     def __call__(self, ranking: Sequence[str], relevance: Relevance) -> float | None:
         """Return the value for one query, None if the measure is not defined for it.
@@ -224,16 +231,16 @@ def parse_measure(text: str) -> Measure:
     Raises:
         SkilltrainError: There is no such measure. The error suggests the nearest and lists all.
     """
-    # The pattern splits `nDCG@10 (copies)` into nDCG, 10 and ` (copies)`.
+    # The pattern splits `nDCG@10 (copies)` into nDCG, 10 and copies.
     match = _MEASURE.fullmatch(text)
     assert match is not None, "the pattern matches every text"
-    name, cutoff, copies = match.groups()
+    name, cutoff, accepts = match.groups()
     measure_names = plugin_paths("measure")
     is_import_path = ":" in name  # a measure of the user, as `module:function`
     is_known = is_import_path or name in measure_names
     # `MAP` can be written with and without a cutoff. All others can only be written one way.
     if is_known and (has_cutoff(name) if cutoff else not needs_cutoff(name)):
-        return Measure(name, int(cutoff or 0), bool(copies))
+        return Measure(name, int(cutoff or 0), accepts or "")
 
     # List all measures as one writes them, such as `nDCG@k`.
     form_by_name: dict[str, str] = {}
@@ -272,8 +279,8 @@ def parse_measures(texts: Sequence[str]) -> tuple[Measure, ...]:
 
 def with_copies(measures: Sequence[Measure]) -> tuple[Measure, ...]:
     """Return each measure, followed by its variant that accepts copies, without duplicates."""
-    pairs = product(measures, (False, True))
-    variants = [replace(measure, copies=copies) for measure, copies in pairs]
+    pairs = product(measures, ("", "copies"))
+    variants = [replace(measure, accepts=accepts) for measure, accepts in pairs]
     return tuple(dict.fromkeys(variants))
 
 
@@ -344,7 +351,7 @@ def evaluate_query(
     values = {}
     for measure in measures:
         # A skill that does the same as a gold skill counts as gold.
-        value = measure(ranking, resolve_alternatives(ranking, relevance, measure.copies))
+        value = measure(ranking, resolve_alternatives(ranking, relevance, measure.accepts))
         if value is not None:  # None: the measure is not defined for this query
             values[str(measure)] = value
     return values
@@ -382,26 +389,27 @@ def check_relevance(relevance: Relevance) -> None:
 
 
 def resolve_alternatives(
-    ranking: Sequence[str], relevance: Relevance, copies: bool = False
+    ranking: Sequence[str], relevance: Relevance, accepts: str = ""
 ) -> Relevance:
     """Replace each gold skill by the first skill in `ranking` that can take its place.
 
-    The gold skill itself and its alternatives can take its place. Copies (near-duplicates) can too
-    if `copies` is true. If the ranking has none of these skills, the gold skill stays.
+    The gold skill itself and its alternatives can take its place, and the skills that `accepts`
+    names. If the ranking has none of these skills, the gold skill stays.
 
     Args:
         ranking: Ranked skill ids.
         relevance: The skills that the query asks for.
-        copies: Whether a copy can take the place of a gold skill.
+        accepts: `copies` or `judged`: the skills of this field of `relevance` can take the place of
+            a gold skill too.
 
     Returns:
-        A relevance without alternatives and copies.
+        A relevance without alternatives, copies and judged skills.
     """
     # The gold skill by each skill that can take its place. A skill that is an alternative and
     # a copy counts as an alternative.
     gold_by_replacement = relevance.alternatives
-    if copies:
-        gold_by_replacement = {**relevance.copies, **relevance.alternatives}
+    if accepts:
+        gold_by_replacement = {**getattr(relevance, accepts), **relevance.alternatives}
     if not gold_by_replacement:
         return relevance
 
@@ -414,8 +422,9 @@ def resolve_alternatives(
             first_replacements.setdefault(gold_id, skill_id)
 
     gold = frozenset(first_replacements.get(gold_id, gold_id) for gold_id in relevance.gold)
-    # The replacement gets the gain of its gold skill. All other gains stay.
-    gains: dict[str, float] = {}
-    for skill_id, gain in relevance.gains.items():
-        gains[first_replacements.get(skill_id, skill_id)] = gain
+    # The replacement gets the gain of its gold skill, also if it has a gain itself. All other gains
+    # stay.
+    gains = {key: gain for key, gain in relevance.gains.items() if key not in relevance.gold}
+    for gold_id in relevance.gold:
+        gains[first_replacements.get(gold_id, gold_id)] = relevance.gains[gold_id]
     return Relevance(gold, gains)

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import numpy as np
 from pydantic import Field, model_validator
@@ -17,12 +17,9 @@ from pydantic import Field, model_validator
 from skilltrain.config import Config
 from skilltrain.data.screening import Flag
 from skilltrain.formats import CALIBRATION
+from skilltrain.metrics.refusal import Logistic, score_features
 from skilltrain.records import Ranking
 from skilltrain.texts import visible
-
-# Limits that keep the sum of weighted features finite.
-_MAX_WEIGHT = 1e12
-_MAX_INTERCEPT = 1e18
 
 
 @dataclass(frozen=True)
@@ -160,37 +157,15 @@ class Trace:
     def features(self, rankers: Sequence[str]) -> np.ndarray:
         """Return the features of each skill of the final ranking, [skill, feature].
 
-        They are its score, its lead over the best other skill, and `top_scores(rankers)`. The lead
-        is negative for all skills but the first, and 0 without another skill.
+        They are its score and lead (see `score_features`), and `top_scores(rankers)`.
 
         Args:
             rankers: Names of the rankers whose top scores are features.
         """
-        scores = np.array([score for _, score in self.ranking])
-        # The best other skill is the first one for all skills but the first itself.
-        leads = scores - scores[:1]
-        if len(scores) > 1:
-            leads[0] = scores[0] - scores[1]
+        scores = score_features([score for _, score in self.ranking])
         # Top scores belong to the task, so all skills have the same ones: [skill, ranker].
         top_scores = np.tile(self.top_scores(rankers), (len(scores), 1))
-        return np.column_stack([scores, leads, top_scores])
-
-
-class Logistic(Config):
-    """Logistic function of features that never falls as a feature rises.
-
-    Attributes:
-        weights: Weight of each feature.
-        intercept: Constant.
-    """
-
-    weights: tuple[Annotated[float, Field(ge=0, le=_MAX_WEIGHT)], ...]
-    intercept: float = Field(ge=-_MAX_INTERCEPT, le=_MAX_INTERCEPT)
-
-    def probabilities(self, rows: np.ndarray) -> np.ndarray:
-        """Return the probability of each row, [row]. `rows` are [row, feature]."""
-        logits = rows @ np.array(self.weights) + self.intercept
-        return (1 + np.tanh(logits / 2)) / 2  # this form cannot overflow
+        return np.column_stack([scores, top_scores])
 
 
 class Calibrator(Config):
@@ -230,8 +205,7 @@ class Calibrator(Config):
 
     def fit_probability(self, trace: Trace) -> float:
         """Return the probability that any skill serves the task. It is 0 without a skill."""
-        first_features = trace.features(self.rankers)[:1]
-        return float(max(self.fits.probabilities(first_features), default=0.0))
+        return self.fits.first_probability(trace.features(self.rankers))
 
     def answers(self, trace: Trace) -> bool:
         """Return whether the router answers the task, because some skill probably serves it."""

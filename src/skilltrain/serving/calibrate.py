@@ -17,15 +17,14 @@ All metrics are by cross-validation over queries.
 Notes:
     - A served query whose skills are not found does not teach when to answer. Its answer would not
       help.
-    - The two cases of a query are in one fold. So are queries that share a gold skill.
+    - The two cases of a query are in one fold. So are queries for skills of the same author.
     - With the passages that became queries in the skills, queries would be far easier than requests
       of users.
 """
 
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
-from itertools import chain, compress
+from itertools import chain
 from math import floor
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -41,7 +40,18 @@ from skilltrain.files import write_json
 from skilltrain.metrics.benchmarks.benchmark import Task, add_copies, check_pool
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.bootstrap import share
-from skilltrain.serving.answer import Calibration, Calibrator, Logistic, Trace
+from skilltrain.metrics.refusal import (
+    MAX_REFUSED,
+    ScoredRequest,
+    assign_folds,
+    calibration_error,
+    fit_answer_probability,
+    fit_out_of_fold,
+    fit_skill_probability,
+    limit_refusals,
+    risk_coverage,
+)
+from skilltrain.serving.answer import Calibration, Calibrator, Trace
 from skilltrain.serving.index import AllowedServers
 from skilltrain.serving.indexing import CALIBRATION_FILE
 from skilltrain.serving.router import Router
@@ -52,14 +62,9 @@ from skilltrain.terminal import say, track
 GENERAL_REQUESTS = Path(__file__).with_name("general_requests.jsonl")
 """Requests that hardly any skill serves, which come with the package."""
 _ADVISED_QUERIES = 100  # with fewer, a share of .15 has an interval of more than ±.07
-_MAX_REFUSED = 0.15  # of requests that some skill serves: a wrong refusal is the worse error
 # Passages of skills may be easier than requests of users. With 176 skills, thresholds that refused
 # .05, .10 and .15 of the passages refused .13, .31 and .41 of 300 requests.
 _MAX_REFUSED_PASSAGES = 0.05
-_MAX_GENERAL_ANSWERED = 0.2  # of general requests
-_MAX_RANK = 3  # weights are fitted to these skills; lower ranks are hardly ever right
-_L2 = 1e-2  # keeps weights finite if they can separate right answers from wrong ones
-_NUM_BINS = 10
 
 CaseKind = Literal["served", "hidden", "general", "unserved"]
 
@@ -103,7 +108,7 @@ class Calibrate(Stage):
         gt=0,
         lt=1,
         description="share of served tasks to answer: sets the threshold; null refuses at most "
-        f"{_MAX_REFUSED} of them, or {_MAX_REFUSED_PASSAGES} with `masked_pool`",
+        f"{MAX_REFUSED} of them, or {_MAX_REFUSED_PASSAGES} with `masked_pool`",
     )
     contained: float = Field(
         default=0.9,
@@ -207,14 +212,10 @@ class Case(NamedTuple):
     kind: CaseKind
 
     @property
-    def first_is_right(self) -> bool:
-        """True if the first skill serves the request."""
-        return any(self.is_right[:1])
-
-    @property
-    def is_found(self) -> bool:
-        """True if one of the first `_MAX_RANK` skills serves the request."""
-        return any(self.is_right[:_MAX_RANK])
+    def request(self) -> ScoredRequest:
+        """The request with the features of all rankers."""
+        features = self.trace.features(tuple(self.trace.rankings_by_ranker))
+        return ScoredRequest(features, self.is_right, num_gold=int(self.kind == "served"))
 
 
 def _gold_ids(tasks: Sequence[Task]) -> Iterator[str]:
@@ -286,51 +287,19 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     Raises:
         SkilltrainError: The first skill is never right.
     """
-    is_first_right = [case.first_is_right for case in cases]
-    if not any(is_first_right):
+    requests = [case.request for case in cases]
+    if not any(request.first_is_right for request in requests):
         problem = "the router's first skill is never right, so there is nothing to calibrate"
         raise SkilltrainError("cannot-calibrate", problem)
 
     rankers = tuple(cases[0].trace.rankings_by_ranker)
-    serves = _fit_skill_probability(cases, rankers)
-    fits = _fit_answer_probability(cases, rankers)
+    serves = fit_skill_probability(requests)
+    fits = fit_answer_probability(requests)
     # Begin with limits that refuse no request and no skill. Then replace both limits.
     unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
     threshold = _fit_threshold(unlimited, cases, config)
     miss = _fit_miss(unlimited, cases, config.contained)
     return unlimited.model_copy(update={"threshold": threshold, "miss": miss})
-
-
-def _fit_skill_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Logistic:
-    """Fit the probability that a certain skill serves a request, from the first skills.
-
-    Args:
-        cases: Routed requests.
-        rankers: Names of the rankers whose top scores are features.
-    """
-    # One row of features and one label for each of the first skills of each request.
-    rows = [case.trace.features(rankers)[:_MAX_RANK] for case in cases]
-    labels = [case.is_right[:_MAX_RANK] for case in cases]
-    return fit_logistic(np.concatenate(rows), np.concatenate(labels))
-
-
-def _fit_answer_probability(cases: Sequence[Case], rankers: Sequence[str]) -> Logistic:
-    """Fit the probability that any skill serves a request, from the features of the first skill.
-
-    Args:
-        cases: Routed requests.
-        rankers: Names of the rankers whose top scores are features.
-    """
-    rows: list[np.ndarray] = []
-    labels: list[bool] = []
-    for case in cases:
-        is_served = case.kind == "served"
-        # A served query whose skills are not found is left out, because an answer would not help.
-        is_missed = is_served and not case.is_found
-        if case.trace.ranking and not is_missed:
-            rows.append(case.trace.features(rankers)[0])
-            labels.append(is_served)
-    return fit_logistic(np.array(rows), np.array(labels))
 
 
 def _fit_threshold(calibrator: Calibrator, cases: Sequence[Case], config: Calibrate) -> float:
@@ -352,7 +321,7 @@ def _fit_threshold(calibrator: Calibrator, cases: Sequence[Case], config: Calibr
     # No skill serves these requests, so the router should refuse them.
     general = confidence[np.isin(kinds, ["general", "unserved"])]
     # Passages of skills are easier than requests of users. So fewer of them may be refused.
-    max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else _MAX_REFUSED
+    max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else MAX_REFUSED
     return limit_refusals(served, general, max_refused)
 
 
@@ -371,94 +340,6 @@ def _fit_miss(calibrator: Calibrator, cases: Sequence[Case], contained: float) -
     probabilities = [calibrator.probabilities(case.trace)[case.is_right] for case in served]
     best_probabilities = np.array([max(values, default=0.0) for values in probabilities])
     return 1 - bound(best_probabilities, contained)
-
-
-def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) -> float:
-    """Return the highest threshold that refuses at most `max_refused` of the served requests.
-
-    If this threshold answers too many general requests, it is raised. It stops where `_MAX_REFUSED`
-    of the served requests are refused.
-
-    Args:
-        served: [request] Confidence for requests that some skill serves.
-        general: [request] Confidence for general requests.
-        max_refused: Share of the served requests.
-    """
-    # Requests below a threshold are refused. These two refuse the two shares of served requests.
-    thresholds = np.quantile(served, [max_refused, _MAX_REFUSED], method="lower")
-    # This threshold answers at most the share `_MAX_GENERAL_ANSWERED` of general requests.
-    general_threshold = np.quantile(general, 1 - _MAX_GENERAL_ANSWERED, method="higher")
-    return float(np.clip(general_threshold, *thresholds))
-
-
-def fit_logistic(rows: np.ndarray, labels: np.ndarray) -> Logistic:
-    """Fit a logistic regression without negative weights.
-
-    A higher feature, such as a score, never makes an answer less probable. So no weight may be
-    negative.
-
-    Args:
-        rows: [row, feature] Features. A row is a skill that the router ranked for a request.
-        labels: [row] Whether each row is positive, such as a right skill.
-
-    Returns:
-        Weights and intercept for features that are not scaled.
-    """
-    from scipy.optimize import minimize
-
-    # Scale the features to mean 0 and variance 1, so that the penalty treats them alike.
-    mean = rows.mean(0)  # [feature]
-    spread = rows.std(0)  # [feature]
-    spread[spread == 0] = 1  # a constant feature becomes 0, without a division by 0
-    scaled = (rows - mean) / spread  # [row, feature]
-    # The last column belongs to the intercept.
-    inputs = np.column_stack([scaled, np.ones(len(rows))])  # [row, feature + intercept]
-
-    no_negative_weight = [(0, None)] * rows.shape[1]
-    free_intercept = (None, None)
-    # L-BFGS-B is a minimiser that accepts bounds of the weights.
-    fitted = minimize(
-        _penalized_cross_entropy,
-        x0=np.zeros(inputs.shape[1]),
-        args=(inputs, labels),
-        jac=True,  # the function also returns its gradient
-        method="L-BFGS-B",
-        bounds=[*no_negative_weight, free_intercept],
-    ).x
-
-    # Convert the weights to features that are not scaled: w (x - mean) / spread + b.
-    weights = fitted[:-1] / spread
-    intercept = float(fitted[-1] - mean @ weights)
-    return Logistic(weights=tuple(weights.tolist()), intercept=intercept)
-
-
-def _penalized_cross_entropy(
-    weights: np.ndarray, inputs: np.ndarray, labels: np.ndarray
-) -> tuple[float, np.ndarray]:
-    """Return the cross-entropy of a logistic regression with an L2 penalty, and its gradient.
-
-    The penalty keeps weights finite if they can separate right answers from wrong ones.
-
-    Args:
-        weights: [feature + 1] The last one is the intercept, which has no penalty.
-        inputs: [row, feature + 1] Scaled features, and a column of ones for the intercept.
-        labels: [row] Whether each row is positive.
-
-    Returns:
-        The loss, and its gradient: [feature + 1].
-    """
-    # For a logit z and a label y of 0 or 1, the cross-entropy is log(1 + e^z) - y z.
-    logits = inputs @ weights  # [row]
-    positive_logits = logits[labels]  # of the positive rows
-    entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(inputs)
-    # The intercept becomes 0 here, so that it adds nothing to the penalty.
-    penalized_weights = np.append(weights[:-1], 0.0)
-    penalty = _L2 / 2 * penalized_weights @ penalized_weights
-
-    probabilities = 1 / (1 + np.exp(-logits))
-    errors = probabilities - labels  # [row]
-    gradient = inputs.T @ errors / len(inputs) + _L2 * penalized_weights
-    return entropy + penalty, gradient
 
 
 def bound(values: np.ndarray, level: float) -> float:
@@ -503,7 +384,7 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     pairs = list(zip(calibrators, cases, strict=True))
     # One value for each case.
     kinds = np.array([case.kind for case in cases])  # [case]
-    right = np.array([case.first_is_right for case in cases])
+    right = np.array([case.request.first_is_right for case in cases])
     answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
     probabilities = [calibrator.probabilities(case.trace) for calibrator, case in pairs]
     # The confidence is the probability that the best skill is right.
@@ -541,131 +422,3 @@ def _likely_set_metrics(pairs: Sequence[tuple[Calibrator, Case]]) -> dict[str, A
             contained.append(any(case.is_right[:size]))
             sizes.append(size)
     return {"contained": share(contained), "num_likely": float(np.mean(sizes))}
-
-
-def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray:
-    """Assign queries to folds. Queries that share a gold skill are in the same fold.
-
-    Groups of such queries go to the fold with the fewest queries, in random order.
-
-    Args:
-        tasks: The queries and their gold skills.
-        num_folds: Number of folds. With fewer groups, each group is a fold.
-        seed: Seed of the order.
-
-    Returns:
-        The fold of each query, [query].
-
-    Raises:
-        SkilltrainError: Shared gold skills link all queries.
-    """
-    groups = _gold_groups(tasks)
-    group_sizes = Counter(groups)
-    num_folds = min(num_folds, len(group_sizes))
-    # Cross-validation needs a fold to fit on and another one to measure.
-    if num_folds < 2:
-        problem = f"all {len(tasks)} queries are for the same skills"
-        fix = "give queries for other skills"
-        raise SkilltrainError("cannot-calibrate", problem, fix=fix)
-
-    fold_by_group = _balance_folds(group_sizes, num_folds, seed)
-    return np.array([fold_by_group[group] for group in groups])
-
-
-def _gold_groups(tasks: Sequence[Task]) -> list[str]:
-    """Return a group's name for each query. Queries that share a gold skill share the group.
-
-    For example, queries with the gold skills {a, b} and {b, c} are in one group.
-    """
-    from scipy.cluster.hierarchy import DisjointSet
-
-    # Each gold skill begins as a set of its own. Merging joins two sets.
-    linked_skills = DisjointSet(_gold_ids(tasks))
-    first_ids = [min(task.relevance.gold) for task in tasks]
-    for task, first_id in zip(tasks, first_ids, strict=True):
-        for skill_id in task.relevance.gold:
-            linked_skills.merge(first_id, skill_id)
-    # A set is named after one of its skills.
-    return [linked_skills[first_id] for first_id in first_ids]
-
-
-def _balance_folds(group_sizes: Counter[str], num_folds: int, seed: int) -> dict[str, int]:
-    """Return the fold of each group. In random order, each goes to the smallest fold so far.
-
-    Args:
-        group_sizes: Number of queries of each group.
-        num_folds: Number of folds.
-        seed: Seed of the order.
-    """
-    shuffled_groups = np.random.default_rng(seed).permutation([*group_sizes])
-    fold_sizes = np.zeros(num_folds, dtype=np.int64)
-    fold_by_group: dict[str, int] = {}
-    for group in shuffled_groups.tolist():
-        smallest_fold = int(fold_sizes.argmin())
-        fold_by_group[group] = smallest_fold
-        fold_sizes[smallest_fold] += group_sizes[group]
-    return fold_by_group
-
-
-def fit_out_of_fold(
-    fit: Callable[[Sequence[Case]], Calibrator], cases: Sequence[Case], folds: np.ndarray
-) -> list[Calibrator]:
-    """Return for each case the calibrator that is fitted to the cases of the other folds.
-
-    So no calibrator is judged on a case that it was fitted on.
-
-    Args:
-        fit: Fits a calibrator to cases.
-        cases: Routed queries.
-        folds: [case] Fold of each case, counted from 0.
-    """
-    calibrators = []  # one for each fold
-    for fold in range(folds.max() + 1):
-        # `compress` keeps the cases for which the condition is true.
-        other_cases = list(compress(cases, folds != fold))
-        calibrators.append(fit(other_cases))
-    return [calibrators[fold] for fold in folds]
-
-
-def calibration_error(probabilities: np.ndarray, is_right: np.ndarray) -> float:
-    """Return the expected calibration error, over ten bins of equally many answers.
-
-    It is the mean difference between confidence and accuracy of the bins (Naeini et al. 2015; bins
-    of equal mass: Nixon et al. 2019).
-
-    Args:
-        probabilities: [answer] Confidence that each answer is right.
-        is_right: [answer] Whether each answer is right.
-    """
-    num_bins = min(_NUM_BINS, len(probabilities))
-    # Each bin holds the positions of its answers, from the least certain answers on.
-    bins = np.array_split(np.argsort(probabilities, kind="stable"), num_bins)
-    # A bin counts by its number of answers.
-    gaps = [len(rows) * abs(probabilities[rows].mean() - is_right[rows].mean()) for rows in bins]
-    return float(sum(gaps) / len(probabilities))
-
-
-def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple[float, float]]:
-    """Return the risk at ten levels of coverage (El-Yaniv and Wiener 2010).
-
-    The router is thought to answer only a share of the tasks, those with the most certain answers.
-
-    Args:
-        probabilities: [answer] Confidence that each answer is right.
-        is_right: [answer] Whether each answer is right.
-
-    Returns:
-        Pairs of coverage (share of answered tasks) and risk (share of wrong answers among them). A
-        level without an answer is left out.
-    """
-    most_certain_first = np.argsort(-probabilities, kind="stable")
-    # Wrong answers among the most certain answer, the two most certain ones, and so on.
-    num_wrong = np.cumsum(~is_right[most_certain_first])  # [answer]
-    num_tasks = len(num_wrong)
-    points = []
-    for level in range(1, _NUM_BINS + 1):
-        num_answers = round(num_tasks * level / _NUM_BINS)
-        if num_answers:
-            risk = float(num_wrong[num_answers - 1]) / num_answers
-            points.append((round(num_answers / num_tasks, 4), round(risk, 4)))
-    return points
