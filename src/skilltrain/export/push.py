@@ -1,6 +1,5 @@
 """Check a model folder and upload it to the Hugging Face Hub."""
 
-import re
 import warnings
 from collections.abc import Mapping
 from itertools import product
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from skilltrain.data.screening.secret_keys import looks_random, mask_secret, secret_spans
+from skilltrain.data.screening.secret_keys import likely_secrets, mask_secret
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.forms import open_model
 from skilltrain.files import read_json
@@ -33,12 +32,6 @@ _PROBE_SKILLS = (
     Skill("2", "deploy", "Deploy to Kubernetes", "Build the image, then roll it out."),
 )
 _TEXT_SUFFIXES = {".json", ".jinja", ".md", ".txt", ".xml"}
-_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
-_NAMED_KEY = re.compile(  # aws_secret_access_key = KEY, ?api_key=KEY, https://KEY@
-    r"(?:(?:secret_access_key|api_?key|(?:access|auth)_token|[?&]token|password)\W{1,8}"
-    r"|https?://(?=[\w-]{12,200}@))(?P<key>[\w/+.-]{12,200})",
-    re.IGNORECASE,
-)
 _MAX_DIFFERENCE = 1e-4  # between outputs of the two programs
 _MAX_DIFFERENCE_BFLOAT16 = 0.1  # of logits, which reach some tens
 _HUB_SECONDS = 60.0  # without a response; the Hub needs some time for a large commit
@@ -140,13 +133,8 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
         if path.suffix not in _TEXT_SUFFIXES:
             continue
         text = path.read_text(encoding="utf-8")
-        # A span is the start and the end of a likely secret in the text.
-        spans = list(secret_spans(text))  # keys, tokens, and database URLs with a password
-        spans += [match.span() for match in _URL_PASSWORD.finditer(text)]
-        named_keys = _NAMED_KEY.finditer(text)
-        spans += [match.span("key") for match in named_keys if looks_random(match["key"])]
-        if spans:
-            start, end = spans[0]
+        # Only the first secret of a file is named.
+        for start, end in likely_secrets(text):
             problem = f"holds what looks like a secret: {mask_secret(text[start:end])}"
             fix = "remove it from the recipe, and revoke it; nothing was sent"
             raise SkilltrainError("secret-found", problem, where=name, fix=fix)

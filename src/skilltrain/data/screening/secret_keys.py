@@ -23,6 +23,12 @@ _DATABASE_URL = re.compile(
     r"(?:\+\w{1,12})?://[\w.%-]{0,40}:"
     r"(?P<password>[^\s@/:\"'`<>{}$\[\]]{8,64})@(?P<host>[\w-]{1,60}(?:\.[\w-]{1,60}){1,6})"
 )
+_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
+_NAMED_KEY = re.compile(  # aws_secret_access_key = KEY, ?api_key=KEY, https://KEY@
+    r"(?:(?:secret_access_key|api_?key|(?:access|auth)_token|[?&]token|password)\W{1,8}"
+    r"|https?://(?=[\w-]{12,200}@))(?P<key>[\w/+.-]{12,200})",
+    re.IGNORECASE,
+)
 _LOCAL_HOST = re.compile(
     r"(?:^|\.)(?:local|localhost|internal|docker|example)(?:\.|$)|^127\.|example|^host\.|^your"
 )
@@ -73,6 +79,16 @@ def secret_spans(text: str) -> Spans:
         is_local = _LOCAL_HOST.search(match["host"].lower())
         if looks_random(match["password"]) and not is_local:
             yield match.span()
+
+
+def likely_secrets(text: str) -> Spans:
+    """Yield the spans of `secret_spans`, of passwords in URLs, and of keys that a name precedes."""
+    yield from secret_spans(text)
+    for match in _URL_PASSWORD.finditer(text):
+        yield match.span()
+    for match in _NAMED_KEY.finditer(text):
+        if looks_random(match["key"]):
+            yield match.span("key")
 
 
 def mask_secret(secret: str) -> str:

@@ -1,0 +1,229 @@
+"""The log of use: its files, what it leaves out, and which requests it tells to learn from."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from faults import raises
+from skilltrain.data import use_log
+from skilltrain.data.use_log import CLIENT, UseLog, read_requests, redact
+
+RANKING = [("a", 3.0), ("b", 2.0), ("c", 1.0)]
+KEY = "sk-" + "q8Zt3LmXw2Yb7NcR5dKf9PvJ4sHg6TqB1xZn8MwC3yLk7RdVe"
+WRITER = """
+import sys
+from pathlib import Path
+from skilltrain.data.use_log import UseLog
+
+log = UseLog(Path(sys.argv[1]))
+while True:
+    log.add_answer("merge pdf " + "x" * 3000, "router", [("a", 1.0)])
+"""
+
+
+def lines_of(folder: Path) -> list[dict]:
+    """Return the events of all files in a log."""
+    files = sorted(folder.glob("use-*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def log_use(folder: Path, *loads: str, query: str = "merge pdf") -> None:
+    """Write one answer and some loads of its skills."""
+    log = UseLog(folder)
+    log.add_answer(query, "router", RANKING)
+    for skill_id in loads:
+        log.add_load(skill_id)
+
+
+# Writing ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        (f"use {KEY} and {KEY}!", "use [secret] and [secret]!"),
+        ("open https://bo:pw12@x.org/a", "open [secret]x.org/a"),
+        ("mail bo.li+x@mail.example.org now", "mail [email] now"),
+        ("join /home/anna/a.pdf and /Users/Anna/b.pdf", "join ~/a.pdf and ~/b.pdf"),
+        ("in C:\\Users\\anna\\x and D:/Users/bo", "in ~\\x and ~"),
+        ("cat /root/.ssh/config", "cat ~/.ssh/config"),
+        ("the /homepage of @anna costs 5$", "the /homepage of @anna costs 5$"),
+    ],
+)
+def test_personal_data_are_redacted(text, redacted):
+    assert redact(text) == redacted
+
+
+def test_overlapping_secrets_are_one():
+    text = f"https://user:{KEY}@host.example/x?api_key={KEY}"
+
+    assert KEY[3:] not in redact(text)
+
+
+def test_event_has_answer_and_router(tmp_path):
+    log_use(tmp_path, "b", query=f"use {KEY}")
+
+    answer, load = lines_of(tmp_path)
+    assert (answer["query"], answer["router"]) == ("use [secret]", "router")
+    assert answer["skills"][1] == {"skill_id": "b", "rank": 2, "score": 2.0}
+    assert (load["event"], load["skill_id"]) == ("load", "b")
+    assert load["session"] == answer["session"]
+
+
+def test_log_holds_no_address(tmp_path):
+    token = CLIENT.set("192.0.2.17")
+    log_use(tmp_path, "a")
+    CLIENT.reset(token)
+
+    assert "192.0.2.17" not in str(lines_of(tmp_path))
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no such modes")
+def test_only_the_owner_can_read_the_log(tmp_path):
+    folder = tmp_path / "log"
+
+    log_use(folder, "a")
+
+    (file,) = folder.iterdir()
+    assert (folder.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+
+
+def test_long_file_is_followed_by_another(tmp_path, monkeypatch):
+    monkeypatch.setattr(use_log, "_MAX_FILE_BYTES", 100)
+    log = UseLog(tmp_path)
+
+    for _ in range(3):
+        log.add_answer("merge pdf", "router", RANKING)
+
+    assert len(list(tmp_path.iterdir())) == 3
+    assert len(lines_of(tmp_path)) == 3
+
+
+def test_new_day_begins_a_file(tmp_path, monkeypatch):
+    log = UseLog(tmp_path)
+    log.add_load("a")
+    monkeypatch.setattr(time, "strftime", lambda *_: "20300101")
+
+    log.add_load("b")
+
+    assert len(list(tmp_path.glob("use-20300101-*.jsonl"))) == 1
+    assert len(lines_of(tmp_path)) == 2
+
+
+def test_oldest_files_of_a_long_log_are_removed(tmp_path, monkeypatch):
+    monkeypatch.setattr(use_log, "_MAX_FILE_BYTES", 0)
+    monkeypatch.setattr(use_log, "_MAX_LOG_BYTES", 300)
+    log = UseLog(tmp_path)
+
+    for number in range(9):
+        log.add_load(f"skill-{number}")
+
+    skill_ids = [row["skill_id"] for row in lines_of(tmp_path)]
+    assert len(skill_ids) < 6
+    assert skill_ids[-1] == "skill-8"
+
+
+def test_unwritten_events_are_written_later(tmp_path, capsys):
+    log = UseLog(tmp_path / "log")
+    (tmp_path / "log").rmdir()
+    log.add_load("a")
+    log.add_load("b")
+    (tmp_path / "log").mkdir()
+
+    log.add_load("c")
+
+    assert [row["skill_id"] for row in lines_of(tmp_path / "log")] == ["a", "b", "c"]
+    assert capsys.readouterr().err.count("cannot write the log") == 1
+
+
+def test_killed_processes_leave_a_readable_log(tmp_path):
+    command = [sys.executable, "-c", WRITER, tmp_path]
+    writers = [subprocess.Popen(command, env=os.environ) for _ in range(2)]
+    while sum(file.stat().st_size for file in tmp_path.glob("use-*")) < 2**20:
+        time.sleep(0.05)
+    for writer in writers:
+        writer.send_signal(signal.SIGKILL)
+        writer.wait()
+
+    requests = read_requests(tmp_path)
+
+    assert len({request.session for request in requests}) == 2
+    assert len(requests) > 300
+
+
+# Reading ----------------------------------------------------------------------
+
+
+def test_torn_last_line_is_left_out(tmp_path):
+    log_use(tmp_path, "a")
+    (file,) = tmp_path.iterdir()
+    file.write_bytes(file.read_bytes() + b'{"event": "answer", "ti')
+
+    requests = read_requests(tmp_path)
+
+    assert [request.loaded for request in requests] == [{"a"}]
+
+
+def test_broken_line_is_refused(tmp_path):
+    log_use(tmp_path)
+    (file,) = tmp_path.iterdir()
+    file.write_text("{\n" + file.read_text())
+
+    with raises("not-json"):
+        read_requests(tmp_path)
+
+
+def test_folder_without_a_log_is_refused(tmp_path):
+    with raises("not-found"):
+        read_requests(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("loads", "skipped"),
+    [((), []), (("a",), []), (("c",), ["a", "b"]), (("a", "c"), ["b"]), (("x",), [])],
+)
+def test_only_skills_above_a_loaded_one_are_skipped(tmp_path, loads, skipped):
+    log_use(tmp_path, *loads)
+
+    (request,) = read_requests(tmp_path)
+
+    assert request.skipped == skipped
+
+
+def test_load_counts_for_the_newest_request(tmp_path):
+    log = UseLog(tmp_path)
+    log.add_answer("first", "router", RANKING)
+    log.add_answer("second", "router", RANKING)
+    log.add_answer("third", "router", [("d", 1.0)])
+
+    log.add_load("b")
+
+    loaded = {request.text: request.loaded for request in read_requests(tmp_path)}
+    assert loaded == {"first": set(), "second": {"b"}, "third": set()}
+
+
+def test_late_load_does_not_count(tmp_path, monkeypatch):
+    log = UseLog(tmp_path)
+    log.add_answer("merge pdf", "router", RANKING)
+    now = time.time()
+    monkeypatch.setattr(time, "time", lambda: now + 3601)
+
+    log.add_load("b")
+
+    (request,) = read_requests(tmp_path)
+    assert not request.loaded
+
+
+def test_load_in_another_session_does_not_count(tmp_path):
+    log_use(tmp_path)
+
+    UseLog(tmp_path).add_load("a")
+
+    (request,) = read_requests(tmp_path)
+    assert not request.loaded
