@@ -5,14 +5,28 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from faults import raises
 from skilltrain.data import use_log
+from skilltrain.data.queries import Queries
 from skilltrain.data.use_log import CLIENT, UseLog, read_requests, redact
+from skilltrain.evaluation.inspect_data import inspect_queries
+from skilltrain.files import write_jsonl
+from skilltrain.tables import (
+    DROPPED,
+    SKILLS,
+    read_queries,
+    read_table,
+    read_verdicts,
+    write_table,
+)
+from small_library import succeeds
 
 RANKING = [("a", 3.0), ("b", 2.0), ("c", 1.0)]
 KEY = "sk-" + "q8Zt3LmXw2Yb7NcR5dKf9PvJ4sHg6TqB1xZn8MwC3yLk7RdVe"
@@ -71,8 +85,8 @@ def test_event_has_answer_and_router(tmp_path):
 
     answer, load = lines_of(tmp_path)
     assert (answer["query"], answer["router"]) == ("use [secret]", "router")
-    assert answer["skills"][1] == {"skill_id": "b", "rank": 2, "score": 2.0}
-    assert (load["event"], load["skill_id"]) == ("load", "b")
+    assert (answer["skill_ids"], answer["scores"]) == (["a", "b", "c"], [3.0, 2.0, 1.0])
+    assert load["loaded"] == "b"
     assert load["session"] == answer["session"]
 
 
@@ -124,7 +138,7 @@ def test_oldest_files_of_a_long_log_are_removed(tmp_path, monkeypatch):
     for number in range(9):
         log.add_load(f"skill-{number}")
 
-    skill_ids = [row["skill_id"] for row in lines_of(tmp_path)]
+    skill_ids = [row["loaded"] for row in lines_of(tmp_path)]
     assert len(skill_ids) < 6
     assert skill_ids[-1] == "skill-8"
 
@@ -138,7 +152,7 @@ def test_unwritten_events_are_written_later(tmp_path, capsys):
 
     log.add_load("c")
 
-    assert [row["skill_id"] for row in lines_of(tmp_path / "log")] == ["a", "b", "c"]
+    assert [row["loaded"] for row in lines_of(tmp_path / "log")] == ["a", "b", "c"]
     assert capsys.readouterr().err.count("cannot write the log") == 1
 
 
@@ -227,3 +241,173 @@ def test_load_in_another_session_does_not_count(tmp_path):
 
     (request,) = read_requests(tmp_path)
     assert not request.loaded
+
+
+# Queries ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def pool(tmp_path) -> Path:
+    """Write the skills a, b, c and b-copy, whose body is that of b."""
+    bodies = {
+        name: " ".join(f"{name}{number}" for number in range(50)) for name in ("a", "b", "c", "d")
+    }
+    bodies["b-copy"] = bodies["b"]
+    rows = [
+        {"skill_id": name, "name": name, "description": "d", "body": body, "source": "s"}
+        for name, body in bodies.items()
+    ]
+    write_table(rows, SKILLS, tmp_path / "pool")
+    return tmp_path / "pool"
+
+
+def learn(pool: Path, **settings: Any) -> tuple[dict[str, dict[str, str]], list[str]]:
+    """Run the stage `queries` on a log, or on files.
+
+    Returns:
+        The verdicts by the text of the query and by skill id, and the filters of the dropped rows.
+    """
+    out = Path(tempfile.mkdtemp(dir=pool.parent))
+    values = {"pool": pool, "out": out, **settings}
+    if "files" not in values:
+        values.setdefault("from_log", pool.parent / "log")
+    Queries.model_validate(values).run(out)
+    texts = {query.query_id: query.text for query in read_queries(out)}
+    verdicts = {texts[query_id]: verdicts for query_id, verdicts in read_verdicts(out).items()}
+    return verdicts, [row["filter"] for row in read_table(out, DROPPED).to_pylist()]
+
+
+def test_log_becomes_queries(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+
+    verdicts, dropped = learn(pool)
+
+    assert verdicts == {"merge pdf": {"a": "irrelevant", "b": "required"}}
+    assert dropped == []
+
+
+def test_request_without_a_load_is_dropped(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    log_use(tmp_path / "log", query="nothing for me")
+
+    verdicts, dropped = learn(pool)
+
+    assert verdicts.keys() == {"merge pdf"}
+    assert dropped == ["no_gold"]
+
+
+def test_request_for_a_gone_skill_is_dropped(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    log = UseLog(tmp_path / "log")
+    log.add_answer("split pdf", "router", [("gone", 1.0)])
+    log.add_load("gone")
+
+    verdicts, dropped = learn(pool)
+
+    assert verdicts.keys() == {"merge pdf"}
+    assert dropped == ["missing_gold"]
+
+
+def test_skipped_copy_is_no_negative(pool, tmp_path):
+    log = UseLog(tmp_path / "log")
+    log.add_answer("merge pdf", "router", [("a", 3.0), ("b-copy", 2.0), ("b", 1.0)])
+    log.add_load("b")
+
+    verdicts, dropped = learn(pool)
+
+    assert verdicts == {"merge pdf": {"a": "irrelevant", "b": "required"}}
+    assert dropped == ["near_duplicate"]
+
+
+def test_one_session_cannot_dominate(pool, tmp_path):
+    log = UseLog(tmp_path / "log")
+    for number in range(9):
+        log.add_answer(f"request {number}", "router", RANKING)
+        log.add_load("a")
+    log_use(tmp_path / "log", "b")
+
+    verdicts, dropped = learn(pool, max_per_session=3)
+
+    assert len(verdicts) == 4
+    assert dropped == ["session_limit"] * 6
+
+
+def test_repeated_request_counts_once(pool, tmp_path):
+    for _ in range(3):
+        log_use(tmp_path / "log", "b")
+
+    verdicts, dropped = learn(pool)
+
+    assert len(verdicts) == 1
+    assert dropped == ["duplicate_query"] * 2
+
+
+def test_excluded_queries_are_left_out(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    log_use(tmp_path / "log", "a", query="split pdf")
+    out = tmp_path / "first"
+    succeeds("queries", "--from-log", tmp_path / "log", f"pool={pool}", f"out={out}")
+    ids = {query.text: query.query_id for query in read_queries(out)}
+    write_jsonl(tmp_path / "exclude.jsonl", [{"query_id": ids["split pdf"]}])
+
+    verdicts, dropped = learn(pool, exclude=tmp_path / "exclude.jsonl")
+
+    assert verdicts.keys() == {"merge pdf"}
+    assert dropped == ["excluded"]
+
+
+def test_whole_sessions_are_held_out(pool, tmp_path):
+    for number in range(30):
+        log = UseLog(tmp_path / "log")
+        for part in ("a", "b"):
+            log.add_answer(f"{number}-{part}", "router", RANKING)
+            log.add_load("a")
+
+    out = tmp_path / "queries"
+    succeeds("queries", "--from-log", tmp_path / "log", f"pool={pool}", f"out={out}")
+
+    splits: dict[str, set[str]] = {}
+    for query in read_queries(out):
+        splits.setdefault(query.text.partition("-")[0], set()).add(query.split)
+    assert all(len(names) == 1 for names in splits.values())
+    assert set.union(*splits.values()) == {"train", "dev"}
+
+
+def test_tables_are_read_as_files(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    out = tmp_path / "queries"
+    succeeds("queries", "--from-log", tmp_path / "log", f"pool={pool}", f"out={out}")
+
+    verdicts, _ = learn(pool, files=out)
+
+    assert verdicts == {"merge pdf": {"a": "irrelevant", "b": "required"}}
+
+
+def test_log_and_files_exclude_each_other(tmp_path):
+    with pytest.raises(ValueError, match="either 'files' or 'from_log'"):
+        Queries.model_validate({"pool": tmp_path, "out": tmp_path})
+
+
+def test_page_shows_what_will_be_learned(pool, tmp_path):
+    log_use(tmp_path / "log", "b", query="merge <b>pdf</b>")
+    log_use(tmp_path / "log", query="nothing for me")
+    out = tmp_path / "queries"
+    succeeds("queries", "--from-log", tmp_path / "log", f"pool={pool}", f"out={out}")
+
+    outcome = succeeds("inspect", out)
+
+    page = (tmp_path / "queries.html").read_text()
+    (query,) = read_queries(out)
+    assert "1 queries" in outcome.out
+    assert query.query_id in page
+    assert "merge &lt;b&gt;pdf" in page
+    assert "requires no skill" in page
+
+
+def test_page_in_its_folder_is_refused(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    out = tmp_path / "queries"
+    succeeds("queries", "--from-log", tmp_path / "log", f"pool={pool}", f"out={out}")
+
+    with raises("overwrites-input"):
+        inspect_queries(out, out / "page.html")

@@ -117,7 +117,9 @@ def fit(
     llm: ChatModel = None,
     settings: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value, such as epochs=2; keys: base, max_tokens, epochs, seed"),
+        typer.Argument(
+            help="key=value, such as epochs=2; keys: base, in_use, max_tokens, epochs, seed"
+        ),
     ] = None,
     no_train: Annotated[
         bool, typer.Option("--no-train", help="stop after the router without training")

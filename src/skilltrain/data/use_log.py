@@ -1,7 +1,12 @@
 """The log of a server: answers that it gave, and skills that its clients then loaded.
 
-A line of the log is one event, as a JSON object. Each process writes to files of its own, named
-`use-TIME-PROCESS.jsonl`.
+A line of the log is one event, as a JSON object:
+
+    {"time": …, "session": …, "query": …, "router": …, "skill_ids": […], "scores": […]}
+    {"time": …, "session": …, "loaded": …}
+
+The first one is an answer, with skills in order of rank. The second one is a loaded skill. Each
+process writes to files of its own, named `use-DAY-TIME-PROCESS.jsonl`.
 
 Notes:
     - A line is written at once by one call, so a killed process loses at most its last line. After
@@ -19,7 +24,7 @@ import re
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,7 +33,7 @@ from itertools import chain
 from pathlib import Path
 from tempfile import TemporaryFile
 from threading import Lock
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -113,23 +118,21 @@ class UseLog:
             router: Identity of the router that answered.
             ranking: Skills that the client gets, in order.
         """
-        skills = [
-            {"skill_id": skill_id, "rank": rank, "score": score}
-            for rank, (skill_id, score) in enumerate(ranking, 1)
-        ]
         text = redact(clean_text(query))[:_MAX_QUERY_CHARS]
-        self._write("answer", query=text, router=router, skills=skills)
+        skill_ids = [skill_id for skill_id, _ in ranking]
+        scores = [score for _, score in ranking]
+        self._write({"query": text, "router": router, "skill_ids": skill_ids, "scores": scores})
 
     def add_load(self, skill_id: str) -> None:
         """Write that a client has loaded a skill."""
-        self._write("load", skill_id=skill_id)
+        self._write({"loaded": skill_id})
 
-    def _write(self, event: str, **values: object) -> None:
+    def _write(self, event: Mapping[str, Any]) -> None:
         """Write an event as one line. After an error, the next event tries again."""
         day = time.strftime("%Y%m%d", time.gmtime())
         client = f"{self._salt}/{day}/{CLIENT.get()}"
         session = hashlib.sha256(client.encode()).hexdigest()[:16]
-        row = {"event": event, "time": round(time.time(), 3), "session": session, **values}
+        row = {"time": round(time.time(), 3), "session": session, **event}
         line = f"{json.dumps(row, ensure_ascii=False)}\n".encode()
         with self._lock:
             self._unwritten.append(line)
@@ -173,19 +176,14 @@ def _remove_oldest(folder: Path) -> None:
 # Reading -------------------------------------------------------------------------------------
 
 
-class _ShownSkill(Row):
-    skill_id: str
-
-
 class _Event(Row):
-    """An answer, or the load of a skill. Answers have `query` and `skills`."""
+    """An answer, or a load if `loaded` is not empty."""
 
-    event: Literal["answer", "load"]
     time: float
     session: str
     query: str = ""
-    skills: tuple[_ShownSkill, ...] = Field(default=(), strict=False)
-    skill_id: str = ""
+    skill_ids: list[str] = Field(default=[])
+    loaded: str = ""
 
 
 @dataclass
@@ -232,19 +230,18 @@ def read_requests(folder: Path) -> list[LoggedRequest]:
     requests_by_session: dict[str, list[LoggedRequest]] = {}
     for where, event in chain.from_iterable(map(_read_events, files)):
         requests = requests_by_session.setdefault(event.session, [])
-        if event.event == "answer":
-            text = one_line(event.query)
-            shown = [skill.skill_id for skill in event.skills]
-            requests.append(LoggedRequest(text, where, event.session, event.time, shown))
-        else:
+        if event.loaded:
             _add_load(event, requests)
+        else:
+            text = one_line(event.query)
+            request = LoggedRequest(text, where, event.session, event.time, event.skill_ids)
+            requests.append(request)
     return list(chain.from_iterable(requests_by_session.values()))
 
 
 def _read_events(file: Path) -> Iterator[tuple[str, _Event]]:
     """Yield the place and the content of each line. A torn last line is left out."""
-    lines = list(numbered_lines(file))
-    for number, line in lines:
+    for number, line in numbered_lines(file):
         where = f"{file}, line {number}"
         try:
             values = json_object(line)
@@ -264,8 +261,8 @@ def _add_load(load: _Event, requests: Sequence[LoggedRequest]) -> None:
         requests: Earlier requests of its session, in order of time.
     """
     for request in reversed(requests):
-        if load.skill_id in request.shown and load.time - request.time <= _MAX_SECONDS:
-            request.loaded.add(load.skill_id)
+        if load.loaded in request.shown and load.time - request.time <= _MAX_SECONDS:
+            request.loaded.add(load.loaded)
             return
 
 
