@@ -910,7 +910,7 @@ def test_a_repeated_fault_is_printed_once(claude, capsys):
     shutil.rmtree(folder / "jq")
 
     async def update():
-        await service._try("update", lambda: service.update([folder]))
+        await service.try_update([folder])
 
     with locked(router):
         asyncio.run(update())

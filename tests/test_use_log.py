@@ -85,7 +85,7 @@ def test_event_has_answer_and_router(tmp_path):
 
     answer, load = lines_of(tmp_path)
     assert (answer["query"], answer["router"]) == ("use [secret]", "router")
-    assert (answer["skill_ids"], answer["scores"]) == (["a", "b", "c"], [3.0, 2.0, 1.0])
+    assert list(answer["skills"].items()) == RANKING
     assert load["loaded"] == "b"
     assert load["session"] == answer["session"]
 
@@ -261,7 +261,7 @@ def pool(tmp_path) -> Path:
     return tmp_path / "pool"
 
 
-def learn(pool: Path, **settings: Any) -> tuple[dict[str, dict[str, str]], list[str]]:
+def learn(pool: Path, **settings: Any) -> tuple[dict[str, dict[str, Any]], list[str]]:
     """Run the stage `queries` on a log, or on files.
 
     Returns:
@@ -383,9 +383,19 @@ def test_tables_are_read_as_files(pool, tmp_path):
     assert verdicts == {"merge pdf": {"a": "irrelevant", "b": "required"}}
 
 
-def test_log_and_files_exclude_each_other(tmp_path):
-    with pytest.raises(ValueError, match="either 'files' or 'from_log'"):
-        Queries.model_validate({"pool": tmp_path, "out": tmp_path})
+def test_log_and_files_go_together(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    row = {"query": "split pdf", "skill_ids": ["c"], "split": "train"}
+    write_jsonl(tmp_path / "mine.jsonl", [row])
+
+    verdicts, _ = learn(pool, files=tmp_path / "mine.jsonl", from_log=tmp_path / "log")
+
+    assert verdicts.keys() == {"merge pdf", "split pdf"}
+
+
+def test_neither_log_nor_files_is_refused(pool, tmp_path):
+    with raises("nothing-left"):
+        Queries(pool=pool, out=tmp_path / "queries").run(tmp_path)
 
 
 def test_page_shows_what_will_be_learned(pool, tmp_path):

@@ -209,15 +209,14 @@ def inspect_lists(
 
     Example: skilltrain inspect runs/encoder_lists --out lists.html
     """
-    from skilltrain.evaluation.inspect_data import inspect_lists as inspect
-    from skilltrain.evaluation.inspect_data import inspect_queries
+    from skilltrain.evaluation import inspect_data
 
     # A folder of lists holds queries too.
     if (lists / "queries.parquet").is_file() and not (lists / "lists.parquet").is_file():
-        summary = quietly(inspect_queries, lists, out)
+        summary = quietly(inspect_data.inspect_queries, lists, out)
         conclude(summary, [f"{summary['page']}: {summary['num_queries']:,} queries"], as_json)
         return
-    summary = quietly(inspect, lists, out, pool, max_lists)
+    summary = quietly(inspect_data.inspect_lists, lists, out, pool, max_lists)
     findings = [f"{check} {count:,}" for check, count in summary["worth_a_look"].items()]
     text = ", ".join(findings) if findings else "nothing"
     line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: {text}"

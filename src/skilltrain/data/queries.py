@@ -35,7 +35,6 @@ from pydantic import (
     StrictInt,
     StrictStr,
     field_validator,
-    model_validator,
 )
 
 from skilltrain.config import Config, InputPath, InputPaths, validate
@@ -94,8 +93,8 @@ class Queries(Stage):
     )
     from_log: InputPath | None = Field(
         default=None,
-        description="log of `serve --log`, in place of files: skills that agents loaded are "
-        "required, and skills that they skipped are irrelevant",
+        description="log of `serve --log`: skills that agents loaded are required, and skills "
+        "that they skipped are irrelevant; with a log, no files are needed",
     )
     max_per_session: int = Field(
         default=20, ge=1, description="requests of a log that one session may add"
@@ -144,13 +143,6 @@ class Queries(Stage):
                 matches = [file]
             expanded += matches
         return tuple(expanded)
-
-    @model_validator(mode="after")
-    def _check_inputs(self) -> "Queries":
-        """Check that there are either files or a log."""
-        if bool(self.files) == bool(self.from_log):
-            raise ValueError("give either 'files' or 'from_log'")
-        return self
 
     def run(self, out: Path) -> Summary:
         """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts.
@@ -542,7 +534,7 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
         out: Folder to write to.
     """
     folders = [file for file in files if file.is_dir()]
-    rows = unserved_rows([folder for folder in folders if not _has_tables(folder)])
+    rows = unserved_rows([file for file in folders if not table_path(file, QUERIES).is_file()])
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
     return len(rows)
@@ -557,11 +549,6 @@ def check_query_files(files: Iterable[Path]) -> None:
     for file in files:
         for where, values in _read_rows(file):
             validate(QueryRow, values, where)
-
-
-def _has_tables(folder: Path) -> bool:
-    """Return whether a folder holds the table QUERIES."""
-    return table_path(folder, QUERIES).is_file()
 
 
 def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -582,7 +569,8 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         SkilltrainError: The file cannot be read.
     """
     if path.is_dir():
-        yield from _table_rows(path) if _has_tables(path) else query_rows(path)
+        has_tables = table_path(path, QUERIES).is_file()
+        yield from _table_rows(path) if has_tables else query_rows(path)
         return
     check_regular(path)
     kind = path.suffix.lower()

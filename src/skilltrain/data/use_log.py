@@ -2,10 +2,10 @@
 
 A line of the log is one event, as a JSON object:
 
-    {"time": …, "session": …, "query": …, "router": …, "skill_ids": […], "scores": […]}
+    {"time": …, "session": …, "query": …, "router": …, "skills": {ID: SCORE, …}}
     {"time": …, "session": …, "loaded": …}
 
-The first one is an answer, with skills in order of rank. The second one is a loaded skill. Each
+The first one is an answer, with skills in order of rank. The second is a loaded skill. Each
 process writes to files of its own, named `use-DAY-TIME-PROCESS.jsonl`.
 
 Notes:
@@ -68,14 +68,9 @@ def redact(text: str) -> str:
 
     For example, "mail /home/anna/a.pdf to bo@x.org" becomes "mail ~/a.pdf to [email]".
     """
-    pieces: list[str] = []
-    position = 0
-    for start, end in sorted(likely_secrets(text)):
-        # Two findings may overlap. The second one then only extends the first one.
-        if start >= position:
-            pieces += [text[position:start], "[secret]"]
-        position = max(position, end)
-    text = "".join([*pieces, text[position:]])
+    # A secret may contain another one, so the longest is replaced first.
+    for secret in sorted(likely_secrets(text), key=len, reverse=True):
+        text = text.replace(secret, "[secret]")
     return _HOME.sub("~", _EMAIL.sub("[email]", text))
 
 
@@ -101,7 +96,6 @@ class UseLog:
         self._unwritten = deque[bytes](maxlen=_MAX_UNWRITTEN)
         self._file: FileIO | None = None
         self._day = ""  # on which the file was begun
-        self._has_failed = False
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
@@ -119,9 +113,7 @@ class UseLog:
             ranking: Skills that the client gets, in order.
         """
         text = redact(clean_text(query))[:_MAX_QUERY_CHARS]
-        skill_ids = [skill_id for skill_id, _ in ranking]
-        scores = [score for _, score in ranking]
-        self._write({"query": text, "router": router, "skill_ids": skill_ids, "scores": scores})
+        self._write({"query": text, "router": router, "skills": dict(ranking)})
 
     def add_load(self, skill_id: str) -> None:
         """Write that a client has loaded a skill."""
@@ -141,14 +133,12 @@ class UseLog:
                 while self._unwritten:
                     self._append(self._unwritten[0], day)
                     self._unwritten.popleft()
-                self._has_failed = False
             except OSError as error:
                 # The next event begins a new file, because this file may end in half a line.
                 self._file = None
-                # A full disk fails every event, but one message is enough.
-                if not self._has_failed:
+                # A full disk fails every event. Only the first one gets a message.
+                if len(self._unwritten) == 1:
                     say(f"{self._folder}: cannot write the log: {reason_of(error)}")
-                self._has_failed = True
 
     def _append(self, line: bytes, day: str) -> None:
         """Append a line to the file of a day. Begin a new file if necessary."""
@@ -182,7 +172,7 @@ class _Event(Row):
     time: float
     session: str
     query: str = ""
-    skill_ids: list[str] = Field(default=[])
+    skills: dict[str, float] = Field(default={})
     loaded: str = ""
 
 
@@ -211,9 +201,7 @@ class LoggedRequest:
 
         What stands below the last loaded skill may never have been read, so it is left out.
         """
-        if not self.loaded:
-            return []
-        last_rank = max(self.shown.index(skill_id) for skill_id in self.loaded)
+        last_rank = max((self.shown.index(skill_id) for skill_id in self.loaded), default=0)
         return [skill_id for skill_id in self.shown[:last_rank] if skill_id not in self.loaded]
 
 
@@ -234,8 +222,8 @@ def read_requests(folder: Path) -> list[LoggedRequest]:
             _add_load(event, requests)
         else:
             text = one_line(event.query)
-            request = LoggedRequest(text, where, event.session, event.time, event.skill_ids)
-            requests.append(request)
+            shown = [*event.skills]
+            requests.append(LoggedRequest(text, where, event.session, event.time, shown))
     return list(chain.from_iterable(requests_by_session.values()))
 
 

@@ -134,8 +134,8 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
             continue
         text = path.read_text(encoding="utf-8")
         # Only the first secret of a file is named.
-        for start, end in likely_secrets(text):
-            problem = f"holds what looks like a secret: {mask_secret(text[start:end])}"
+        for secret in likely_secrets(text):
+            problem = f"holds what looks like a secret: {mask_secret(secret)}"
             fix = "remove it from the recipe, and revoke it; nothing was sent"
             raise SkilltrainError("secret-found", problem, where=name, fix=fix)
 

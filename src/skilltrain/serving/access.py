@@ -139,7 +139,7 @@ def guard(app: ASGIApp, access: Access) -> ASGIApp:
     """
 
     async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
-        response: ASGIApp | None = None
+        response = None
         # Scopes of another type are no requests, such as the start of the server.
         if scope["type"] == "http":
             response = access.check(scope)

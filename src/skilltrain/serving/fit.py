@@ -38,6 +38,7 @@ import yaml
 from pydantic import Field
 
 from skilltrain.config import Config, Seed
+from skilltrain.data.lists import JUDGED
 from skilltrain.data.queries import check_query_files
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
@@ -66,6 +67,8 @@ QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random
 # Fewer negatives keep the time and the memory of `fit` small. Every skill of a batch is also a
 # negative of the batch's other queries.
 _FIT_QUOTAS: Mapping[str, int] = {"semantic": 1, "lexical": 1}
+# With a router in use, queries come from its log, and may have judged negatives.
+_USE_QUOTAS: Mapping[str, int] = {JUDGED: 1, **_FIT_QUOTAS}
 
 
 class FitConfig(Config):
@@ -354,6 +357,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
 
     untrained_rankers = _untrained_rankers(base_encoder)
     index = {"stage": "index", "pool": pool, "out": str(out)}
+    quotas = _USE_QUOTAS if config.in_use else _FIT_QUOTAS
     calibrate = _calibration_recipe(config, queries)
     recipes: dict[str, Recipe] = {
         "pool": {
@@ -367,7 +371,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         # Calibrate the untrained router with the queries of all splits.
         "calibration": calibrate | {"split": None},
         "calibrated": _recipe_to_add_calibration(out, "calibration"),
-        **training_list_recipes(inputs, base_encoder, out, _FIT_QUOTAS, config.seed),
+        **training_list_recipes(inputs, base_encoder, out, quotas, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
         "report": _report_recipe(inputs, base_encoder, trained_encoder, _rankers_in_use(config)),
         "trained": index | {"rankers": _trained_rankers(trained_encoder)},
@@ -412,7 +416,7 @@ def _report_recipe(
         inputs: The settings `pool` and `queries`.
         base_encoder: Settings of the untrained encoder.
         trained_encoder: Settings of the trained encoder.
-        rankers_in_use: Rankers of the router in use; none if there is no such router.
+        rankers_in_use: Rankers of the router in use. It is left out if they are empty.
     """
     systems = {
         "bm25": [{"kind": "lexical"}],
@@ -422,15 +426,15 @@ def _report_recipe(
         IN_USE: rankers_in_use,
         TRAINED: _trained_rankers(trained_encoder),
     }
-    if not rankers_in_use:
-        del systems[IN_USE]
     return {
         "stage": "evaluate",
         "pool": inputs["pool"],
         "benchmark": inputs["queries"],
         "split": "dev",
         "print_groups": False,
-        "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
+        "systems": [
+            {"name": name, "rankers": rankers} for name, rankers in systems.items() if rankers
+        ],
     }
 
 
@@ -549,7 +553,7 @@ def _rankers_in_use(config: FitConfig) -> list[Recipe]:
     if config.in_use is None:
         return []
     system = Index.open(config.in_use).system
-    check_servers(system, allowed=(), where=config.in_use)
+    check_servers(system, (), config.in_use)
     return [ranker.model_dump(mode="json") for ranker in system.rankers]
 
 

@@ -529,8 +529,6 @@ def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
         async with stdio_server() as (read_stream, write_stream):
             await server.run(read_stream, write_stream, server.create_initialization_options())
 
-    # SIGTERM then ends the server as Ctrl-C does.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _run(service, serve, watched_folders)
 
 

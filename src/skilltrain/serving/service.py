@@ -24,7 +24,6 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -116,8 +115,7 @@ class Service:
         self.log = log
         self.shows_folders = shows_folders
         self.registry = CollectorRegistry()
-        # Error in the last run of each background task, by its name; "" after a success.
-        self._last_fault_by_task: dict[str, str] = {}
+        self._last_fault = ""  # error of the last update; empty after a success
         # State of the index and of the watched files after the last update.
         self._last_state: object = None
 
@@ -273,7 +271,7 @@ class Service:
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))
 
-    # Background tasks --------------------------------------------------------------------------
+    # Updates --------------------------------------------------------------------------
 
     async def run(
         self, serve: Callable[[], Awaitable[None]], watched_folders: Sequence[Path]
@@ -285,8 +283,7 @@ class Service:
             watched_folders: Folders of skills to keep the router current with.
         """
         async with anyio.create_task_group() as tasks:
-            update = partial(self.update, watched_folders)
-            tasks.start_soon(self._repeat, _UPDATE_SECONDS, "update", update)
+            tasks.start_soon(self._keep_updating, watched_folders)
             try:
                 await serve()
             finally:
@@ -317,28 +314,24 @@ class Service:
         # The update has made a new index, so the state is taken again.
         self._last_state = (stamps, self.router.index)
 
-    async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
+    async def _keep_updating(self, watched_folders: Sequence[Path]) -> None:
         while True:
-            await anyio.sleep(seconds)
-            await self._try(name, work)
+            await anyio.sleep(_UPDATE_SECONDS)
+            await self.try_update(watched_folders)
 
-    async def _try(self, name: str, work: Callable[[], object]) -> None:
-        """Run a background task as the request `name`.
+    async def try_update(self, watched_folders: Sequence[Path]) -> None:
+        """Run `update` as the request `update`.
 
-        An error is printed, unless the task's last run had the same one. It is not raised.
-
-        Args:
-            name: Name of the task in the metrics and in errors.
-            work: The task.
+        An error is printed, unless the last update had the same one. It is not raised.
         """
         fault = ""
         try:
-            await self.run_timed(name, work)
+            await self.run_timed("update", self.update, watched_folders)
         except Exception as error:
-            fault = f"{name}: {error}"
-        if fault and fault != self._last_fault_by_task.get(name):
+            fault = f"update: {error}"
+        if fault and fault != self._last_fault:
             say(fault)
-        self._last_fault_by_task[name] = fault
+        self._last_fault = fault
 
 
 def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Contents:

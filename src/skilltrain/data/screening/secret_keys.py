@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby, pairwise
 
 from skilltrain.data.screening.deobfuscate import decode_base64
@@ -81,14 +82,15 @@ def secret_spans(text: str) -> Spans:
             yield match.span()
 
 
-def likely_secrets(text: str) -> Spans:
-    """Yield the spans of `secret_spans`, of passwords in URLs, and of keys that a name precedes."""
-    yield from secret_spans(text)
+def likely_secrets(text: str) -> Iterator[str]:
+    """Yield secrets as `secret_spans` finds them, passwords in URLs, and keys after a name."""
+    for start, end in secret_spans(text):
+        yield text[start:end]
     for match in _URL_PASSWORD.finditer(text):
-        yield match.span()
+        yield match[0]
     for match in _NAMED_KEY.finditer(text):
         if looks_random(match["key"]):
-            yield match.span("key")
+            yield match["key"]
 
 
 def mask_secret(secret: str) -> str:
