@@ -14,7 +14,7 @@ import pytest
 import skilltrain
 from faults import raises
 from skilltrain.serving import fit as fit_module
-from skilltrain.serving.fit import FitConfig, RouterComparison, compare_routers
+from skilltrain.serving.fit import IN_USE, FitConfig, RouterComparison, compare_routers
 from skilltrain.serving.index import Index
 from skilltrain.serving.router import Router
 from small_library import contents, forget_ranks, succeeds
@@ -236,6 +236,57 @@ def test_trained_router_must_be_better(num_queries, difference, p, is_better):
     comparison = RouterComparison({}, num_queries, difference, p)
 
     assert comparison.is_better == is_better
+
+
+def test_router_in_use_stays_without_a_significant_difference():
+    for p, is_better in [(0.04, True), (0.06, False)]:
+        comparison = RouterComparison({}, 300, 0.1, p, baseline=IN_USE)
+
+        assert comparison.is_better == is_better
+
+
+def test_router_in_use_comes_first(fitted, skills, tmp_path):
+    out = tmp_path / "next"
+
+    skilltrain.fit(skills, out, in_use=fitted.out, train=False)
+
+    assert Router.load(out).identity == Router.load(fitted.out).identity
+
+
+def test_report_compares_with_the_router_in_use(fitted, skills, tmp_path):
+    config = FitConfig(skills=skills, out=tmp_path, in_use=fitted.out)
+
+    systems = fit_module.recipes_of(config)["report"]["systems"]
+
+    # A report compares a system with the system before it.
+    names = [system["name"] for system in systems]
+    assert names[-3:] == ["untrained router", "router in use", "router"]
+    assert len(systems[-2]["rankers"]) == len(Index.open(fitted.out).system.rankers)
+
+
+def test_comparison_with_the_router_in_use_is_read(tmp_path):
+    hits = {"untrained router": 0.2, "router in use": 0.5, "router": 0.6}
+    metrics = {
+        "systems": [
+            {"name": name, "metrics": {"Hit@1": {"mean": hit}}} for name, hit in hits.items()
+        ],
+        "differences": [
+            {
+                "system": "router",
+                "baseline": baseline,
+                "measure": "Hit@1",
+                "difference": {"n": 300, "mean": mean},
+                "p": 0.2,
+            }
+            for baseline, mean in [("untrained router", 0.4), ("router in use", 0.1)]
+        ],
+    }
+    (tmp_path / "metrics.json").write_text(json.dumps(metrics))
+
+    comparison = compare_routers(tmp_path)
+
+    assert (comparison.difference, comparison.is_better) == (0.1, False)
+    assert "router in use 0.500, trained router 0.600" in str(comparison)
 
 
 def test_report_without_both_routers_is_refused(tmp_path):

@@ -10,7 +10,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import socket
 import ssl
 import subprocess
@@ -39,14 +38,13 @@ from starlette.testclient import TestClient
 
 from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening.bundled import MAX_BYTES
-from skilltrain.errors import SkilltrainError
+from skilltrain.data.use_log import UseLog, read_requests
 from skilltrain.files import locked
 from skilltrain.records import Skill
 from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.dense import DenseConfig
 from skilltrain.retrieval.lexical import LexicalConfig
 from skilltrain.retrieval.rerank import RerankConfig
-from skilltrain.serving import service as service_module
 from skilltrain.serving.access import read_access
 from skilltrain.serving.filters import Filters
 from skilltrain.serving.index import Contents
@@ -55,14 +53,12 @@ from skilltrain.serving.router import Router
 from skilltrain.serving.servers import new_http_app, new_mcp_server, say_url
 from skilltrain.serving.service import (
     PAGE_SIZE,
-    RouteLog,
     Service,
     find_skill,
     skill_entries,
     skill_uri,
     watched_contents,
 )
-from skilltrain.tables import QUERIES, RANKINGS, read_table
 from small_library import skilltrain, succeeds, write_library
 
 PDF = Skill(
@@ -529,9 +525,9 @@ def test_the_fastmcp_example_searches_tools(monkeypatch):
 # HTTP -------------------------------------------------------------------------
 
 
-def new_web_client(service):
+def new_web_client(service, address="127.0.0.1"):
     app = new_http_app(service, read_access("127.0.0.1", [], [], ""))
-    return TestClient(app, base_url="http://127.0.0.1:8765")
+    return TestClient(app, base_url="http://127.0.0.1:8765", client=(address, 50_000))
 
 
 def test_route_answers_as_the_service_does():
@@ -656,31 +652,41 @@ def test_bad_requests_count_as_refused(path, body):
 # Log --------------------------------------------------------------------------
 
 
-def test_the_log_is_written_as_tables(tmp_path):
-    service = new_service(log=RouteLog(tmp_path))
-    for query in ("merge pdf", "nothing here", "csv files"):
-        service.search(query, 2, None)
+def test_the_log_joins_a_load_with_its_request(tmp_path):
+    service = new_service(log=UseLog(tmp_path))
 
-    service.log.flush()
+    ask(service, search(query="merge pdf files"), load(skill_uri(PDF)))
 
-    (folder,) = tmp_path.iterdir()
-    queries = read_table(folder, QUERIES).to_pylist()
-    rankings = read_table(folder, RANKINGS).to_pylist()
-    assert [row["text"] for row in queries] == ["merge pdf", "nothing here", "csv files"]
-    first = [row for row in rankings if row["query_id"] == queries[0]["query_id"]]
-    assert [(row["skill_id"], row["rank"]) for row in first] == [(PDF.skill_id, 1), ("evil", 2)]
+    (request,) = read_requests(tmp_path)
+    assert (request.text, request.loaded) == ("merge pdf files", {PDF.skill_id})
+    assert request.shown[0] == PDF.skill_id
 
 
-def test_only_a_flush_with_answers_writes(tmp_path):
-    service = new_service(log=RouteLog(tmp_path))
-    service.search("merge pdf", 2, None)
-    num_before = len([*tmp_path.iterdir()])
+def test_http_clients_have_sessions_of_their_own(tmp_path):
+    service = new_service(log=UseLog(tmp_path))
+    headers = {"Accept": "application/json, text/event-stream"}
+    body = {"name": "load_skill", "arguments": {"uri": skill_uri(PDF)}}
+    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/call", "params": body}
 
-    service.log.flush()
-    service.log.flush()
+    for address in ("10.0.0.1", "10.0.0.2"):
+        with new_web_client(service, address) as client:
+            client.post("/route", json={"query": "merge pdf files"})
+            # Only the second client loads a skill.
+            if address == "10.0.0.2":
+                client.post("/mcp", json=message, headers=headers)
 
-    assert num_before == 0
-    assert len([*tmp_path.iterdir()]) == 1
+    requests = read_requests(tmp_path)
+    assert [request.loaded for request in requests] == [set(), {PDF.skill_id}]
+
+
+def test_a_read_resource_is_logged_as_a_load(tmp_path):
+    service = new_service(log=UseLog(tmp_path))
+    service.search("merge pdf files", 2, None)
+
+    service.file(skill_uri(PDF))
+
+    (request,) = read_requests(tmp_path)
+    assert request.loaded == {PDF.skill_id}
 
 
 def test_a_log_that_cannot_be_written_is_refused(tmp_path):
@@ -689,42 +695,7 @@ def test_a_log_that_cannot_be_written_is_refused(tmp_path):
 
     for folder in (file, file / "log", Path("/proc/self/log")):
         with raises("cannot-write"):
-            RouteLog(folder)
-
-
-def test_an_unwritten_log_is_written_later(tmp_path):
-    folder = tmp_path / "log"
-    service = new_service(log=RouteLog(folder))
-    service.search("merge pdf", 2, None)
-    folder.rmdir()
-    folder.write_text("")
-    with raises("cannot-write"):
-        service.log.flush()
-    service.search("csv files", 2, None)
-    folder.unlink()
-
-    service.log.flush()
-
-    (written,) = folder.iterdir()
-    queries = read_table(written, QUERIES).to_pylist()
-    assert [row["text"] for row in queries] == ["merge pdf", "csv files"]
-
-
-def test_a_failed_flush_leaves_no_folder(tmp_path, monkeypatch):
-    service = new_service(log=RouteLog(tmp_path))
-    service.search("merge pdf", 2, None)
-    write = service_module.write_table
-
-    def fail_at_queries(rows, spec, path):
-        if spec is QUERIES:
-            raise SkilltrainError("cannot-write", "no space left")
-        return write(rows, spec, path)
-
-    monkeypatch.setattr(service_module, "write_table", fail_at_queries)
-    with raises("cannot-write"):
-        service.log.flush()
-
-    assert list(tmp_path.iterdir()) == []
+            UseLog(folder)
 
 
 # Skills that change -----------------------------------------------------------
@@ -939,7 +910,7 @@ def test_a_repeated_fault_is_printed_once(claude, capsys):
     shutil.rmtree(folder / "jq")
 
     async def update():
-        await service._try("update", lambda: service.update([folder]))
+        await service.try_update([folder])
 
     with locked(router):
         asyncio.run(update())
@@ -1149,13 +1120,13 @@ def test_fifty_clients_are_answered_while_skills_change(http_server):
 
 
 @pytest.mark.slow
-def test_the_log_is_written_at_the_end(http_server):
+def test_a_killed_server_loses_no_answer(http_server):
     route_first(http_server.port, PDF_QUERY)
 
-    http_server.process.send_signal(signal.SIGTERM)
+    http_server.process.kill()
     http_server.process.wait(240)
 
-    assert [*http_server.log.glob("*/queries.parquet")]
+    assert [request.text for request in read_requests(http_server.log)] == [PDF_QUERY]
 
 
 def kill_while_writing(command: list[str], router: Path, delay: float) -> None:

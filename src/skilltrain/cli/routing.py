@@ -77,7 +77,10 @@ FlaggedSkills = Annotated[
 ]
 LogFolder = Annotated[
     Path | None,
-    typer.Option(help="folder for a log of requests and answers (QUERIES, RANKINGS)"),
+    typer.Option(
+        help="folder for a log of requests, answers and loaded skills, to learn from; it stays on "
+        "this machine"
+    ),
 ]
 TokenVariable = Annotated[
     str, typer.Option(help="environment variable with the token that clients must send (http)")
@@ -120,7 +123,9 @@ def fit(
     llm: ChatModel = None,
     settings: Annotated[
         list[str] | None,
-        typer.Argument(help="key=value, such as epochs=2; keys: base, max_tokens, epochs, seed"),
+        typer.Argument(
+            help="key=value, such as epochs=2; keys: base, in_use, max_tokens, epochs, seed"
+        ),
     ] = None,
     no_train: Annotated[
         bool, typer.Option("--no-train", help="stop after the router without training")
@@ -283,12 +288,13 @@ def serve(
 
     Example: skilltrain serve runs/router --print-config cursor
     """
+    from skilltrain.data.use_log import UseLog
     from skilltrain.serving.router import Router
 
     try:
         from skilltrain.serving.access import read_access
         from skilltrain.serving.servers import serve_http, serve_stdio
-        from skilltrain.serving.service import RouteLog, Service, watched_contents
+        from skilltrain.serving.service import Service, watched_contents
     except ModuleNotFoundError as error:
         raise SkilltrainError(
             "missing-package",
@@ -311,15 +317,15 @@ def serve(
         say(f"for {CONFIG_FILES[print_config]}")
         return
 
-    route_log = RouteLog(log) if log else None
+    use_log = UseLog(log) if log else None
     if mcp == "stdio":
         command = join(["skilltrain", *arguments])
         say(f"for an agent to start: claude mcp add skilltrain -- {command}")
-        service = Service(opened_router, flagged, route_log, shows_folders=True)
+        service = Service(opened_router, flagged, use_log, shows_folders=True)
         serve_stdio(service, watched_folders)
     else:
         access = read_access(host, allowed_host or [], allowed_origin or [], token_env)
-        service = Service(opened_router, flagged, route_log, shows_folders=access.is_local)
+        service = Service(opened_router, flagged, use_log, shows_folders=access.is_local)
         serve_http(service, watched_folders, host, port, access)
 
 

@@ -148,9 +148,7 @@ def training_of(file: Path, overrides: Sequence[str] | None) -> TrainingStage:
 
 @app.command("inspect", rich_help_panel="Data")
 def inspect_lists(
-    lists: Annotated[
-        Path, typer.Argument(help="folder that the stage lists wrote, such as runs/lists")
-    ],
+    lists: Annotated[Path, typer.Argument(help="folder that the stage lists or queries wrote")],
     out: Annotated[
         Path | None, typer.Option(help="page to write; default: LISTS.html beside the folder")
     ] = None,
@@ -163,13 +161,20 @@ def inspect_lists(
     ] = 200,
     as_json: AsJson = False,
 ) -> None:
-    """Write an HTML page about training lists: counts, checks, and samples of lists and drops.
+    """Write an HTML page about training lists or queries: what will be learned, and what not.
+
+    Lists have counts, checks and a sample on the page. Queries are all on the page.
 
     Example: skilltrain inspect runs/encoder_lists --out lists.html
     """
-    from skilltrain.evaluation.inspect_data import inspect_lists as inspect
+    from skilltrain.evaluation import inspect_data
 
-    summary = quietly(inspect, lists, out, pool, max_lists)
+    # A folder of lists holds queries too.
+    if (lists / "queries.parquet").is_file() and not (lists / "lists.parquet").is_file():
+        summary = quietly(inspect_data.inspect_queries, lists, out)
+        conclude(summary, [f"{summary['page']}: {summary['num_queries']:,} queries"], as_json)
+        return
+    summary = quietly(inspect_data.inspect_lists, lists, out, pool, max_lists)
     findings = [f"{check} {count:,}" for check, count in summary["worth_a_look"].items()]
     text = ", ".join(findings) if findings else "nothing"
     line = f"{summary['page']}: {summary['num_lists']:,} lists; worth a look: {text}"

@@ -4,7 +4,7 @@ A row with the key `group_id` is a group of skills, and its id is the id of the 
 
 A judgement is dropped in three cases: an earlier judgement in its row gives the skill another
 verdict, the skill is not in the pool, or it is negative and another query with the same text has
-the skill as a positive.
+the skill as a positive. In a log of use, a skipped near-duplicate of a loaded skill is dropped too.
 
 Notes:
 - Patterns in `files` are replaced by files, so that a run records the files. A pattern without
@@ -18,7 +18,9 @@ Notes:
 """
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple, get_args
 
@@ -34,17 +36,32 @@ from pydantic import (
 )
 
 from skilltrain.config import Config, InputPath, InputPaths, validate
+from skilltrain.data.filter_layers import JaccardLayer
+from skilltrain.data.near_duplicates import near_duplicate_clusters
 from skilltrain.data.pool.skill_file import as_text
 from skilltrain.data.query_texts import query_profile
 from skilltrain.data.read_formats import beir_query_rows
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.trigger_evals import UNSERVED_FILE, query_rows, unserved_rows
+from skilltrain.data.use_log import ORIGIN as USE_ORIGIN
+from skilltrain.data.use_log import request_rows
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import read_records, write_jsonl
+from skilltrain.files import read_jsonl, read_records, write_jsonl
 from skilltrain.metrics.benchmarks.qrels import beir_files
 from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verdict, counted
 from skilltrain.stage import Stage, Summary
-from skilltrain.tables import DROPPED, SKILLS, read_table, table_path, write_queries, write_table
+from skilltrain.tables import (
+    DROPPED,
+    QUERIES,
+    SKILLS,
+    read_queries,
+    read_skills,
+    read_table,
+    read_verdicts,
+    table_path,
+    write_queries,
+    write_table,
+)
 from skilltrain.texts import clean_text, one_line
 
 Split = Literal["train", "dev", "test"]
@@ -68,11 +85,22 @@ class Queries(Stage):
 
     stage: Literal["queries"] = "queries"
     files: InputPaths = Field(
-        min_length=1,
+        default=(),
         description=".jsonl, .jsonl.gz or .parquet, or patterns like queries/*.jsonl; a row has "
         "query or text, and skill_ids or required; optional useful, rejected, irrelevant, "
-        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json; or "
-        "folders of BEIR and MTEB",
+        "query_id, origin, split, kind; or folders of skills with evals/trigger-eval.json, of "
+        "BEIR or MTEB, or with the QUERIES and JUDGEMENTS tables",
+    )
+    from_log: InputPath | None = Field(
+        default=None,
+        description="log of `serve --log`: skills that agents loaded are required, and skills "
+        "that they skipped are irrelevant; with a log, no files are needed",
+    )
+    max_per_session: int = Field(
+        default=20, ge=1, description="requests of a log that one session may add"
+    )
+    exclude: InputPath | None = Field(
+        default=None, description="JSON Lines with the query_id of each query to leave out"
     )
     pool: InputPath = Field(
         description="folder of the stage pool, in which every required skill must be"
@@ -128,16 +156,20 @@ class Queries(Stage):
                 written beside `out`.
         """
         reader = _QueryReader(self)
+        if self.from_log:
+            for where, row in request_rows(self.from_log):
+                reader.add(row, self.from_log, where)
         for path in self.files:
             for where, row in _read_rows(path):
                 reader.add(row, path, where)
-        judgements = reader.consistent_judgements()
+        judgements = reader.without_skipped_copies(reader.consistent_judgements())
         dropped = reader.dropped
 
         # Leave out queries that require a skill which is not in the pool.
         missing = [row for row in dropped if row.filter == "missing_gold"]
         incomplete_ids = {row.query_id for row in missing}
-        if missing and self.missing_gold == "error":
+        # A skill that was loaded some time ago may be gone, so a log may name it.
+        if missing and self.missing_gold == "error" and not self.from_log:
             query_id = missing[0].query_id
             problem = (
                 f"query '{query_id}' requires skill '{missing[0].skill_id}', which is not in "
@@ -158,7 +190,7 @@ class Queries(Stage):
         if not queries:
             file = self.out.with_name(f"{self.out.name}.dropped.parquet")
             write_table(dropped, DROPPED, file)
-            problem = f"no query is left of {len(self.files)} file(s), {len(dropped)} dropped rows"
+            problem = f"no query is left, and {len(dropped)} rows were dropped"
             if dropped:
                 problem += f"; the first: {dropped[0].filter}: {dropped[0].reason}"
             raise SkilltrainError("nothing-left", problem, fix=f"all reasons are in {file}")
@@ -223,6 +255,7 @@ class QueryRow(Config, extra="ignore"):
     origin: OptionalLine = None
     split: Split | None = None
     kind: Literal["single", "multi"] | None = None
+    session: str | None = None
     skill_ids: Entries = ()
     required: Entries = ()
     useful: Entries = ()
@@ -255,6 +288,10 @@ class _QueryReader:
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
         self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
+        excluded = read_jsonl(config.exclude) if config.exclude else ()
+        self._excluded_ids = {row.get("query_id") for _, row in excluded}
+        self._num_by_session = Counter[str | None]()
+
     def add(self, values: dict[str, Any], path: Path, where: str) -> None:
         """Add the query of a row with its judgements, or drop the query.
 
@@ -281,8 +318,19 @@ class _QueryReader:
             self._drop(query, _NO_SKILL, "empty_query", f"{where} has no query text")
         elif not required:
             self._drop(query, _NO_SKILL, "no_gold", f"{where} requires no skill")
+        elif query.query_id in self._excluded_ids:
+            self._drop(query, _NO_SKILL, "excluded", f"{where} is in {self._config.exclude}")
+        elif row.session and self._is_full(row.session):
+            limit = self._config.max_per_session
+            reason = f"{where}: its session has {limit} earlier requests"
+            self._drop(query, _NO_SKILL, "session_limit", reason)
         else:
             self._add_new(judged, has_own_id=bool(row_id))
+
+    def _is_full(self, session: str) -> bool:
+        """Count a request of a session. Return whether the session has too many requests."""
+        self._num_by_session[session] += 1
+        return self._num_by_session[session] > self._config.max_per_session
 
     def _add_new(self, judged: JudgedQuery, has_own_id: bool) -> None:
         """Add a query, or drop it if it repeats an earlier query.
@@ -411,6 +459,35 @@ class _QueryReader:
                     consistent.append(judgement)
         return consistent
 
+    def without_skipped_copies(self, judgements: Sequence[Judgement]) -> list[Judgement]:
+        """Drop skipped skills of a log that are near-duplicates of a loaded one.
+
+        Such a skill serves the request as well as the loaded skill.
+
+        Args:
+            judgements: Judgements of all queries. Only those from a log are checked.
+        """
+        used_ids = {row.skill_id for row in judgements if row.judge == USE_ORIGIN}
+        if not used_ids:
+            return [*judgements]
+        skills = [skill for skill in read_skills(self._config.pool) if skill.skill_id in used_ids]
+        layer = JaccardLayer()  # has the limits of the stage `filter`
+        clusters = near_duplicate_clusters(skills, layer.above, layer.max_names)
+        # Skills of other queries have no cluster here.
+        keys = [(row.query_id, clusters.get(row.skill_id)) for row in judgements]
+        pairs = list(zip(keys, judgements, strict=True))
+        loaded_keys = {key for key, row in pairs if row.verdict in POSITIVE}
+
+        consistent: list[Judgement] = []
+        for key, row in pairs:
+            is_skipped = row.judge == USE_ORIGIN and row.verdict not in POSITIVE
+            if is_skipped and key in loaded_keys:
+                reason = "skipped, but a near-duplicate of a loaded skill"
+                self._drop(self.queries[row.query_id].query, row.skill_id, "near_duplicate", reason)
+            else:
+                consistent.append(row)
+        return consistent
+
     def _first_positives(self) -> dict[tuple[str, str], str]:
         """Return file and row of the first positive judgement, by query text and skill id."""
         first_positives: dict[tuple[str, str], str] = {}
@@ -457,12 +534,10 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
     """Write the queries of trigger evaluations that no skill serves, and return their number.
 
     Args:
-        files: Files of queries, and folders of skills with trigger evaluations. Only the folders
-            are read.
+        files: Files of queries, and folders. Only folders without tables are read.
         out: Folder to write to.
     """
-    folders = [file for file in files if file.is_dir() and not beir_files(file, "queries")]
-    rows = unserved_rows(folders)
+    rows = unserved_rows(filter(_is_skill_folder, files))
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
     return len(rows)
@@ -479,6 +554,17 @@ def check_query_files(files: Iterable[Path]) -> None:
             validate(QueryRow, values, where)
 
 
+def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the queries of the tables QUERIES and JUDGEMENTS as rows of a query file."""
+    verdicts_by_query = read_verdicts(folder)
+    for query in read_queries(folder):
+        row: dict[str, Any] = asdict(query)
+        # The keys of a query file are the verdicts, each with a list of skills.
+        for skill_id, verdict in verdicts_by_query.get(query.query_id, {}).items():
+            row.setdefault(verdict.value, []).append(skill_id)
+        yield f"{folder}, query {query.query_id}", row
+
+
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a query file, each with a text that names the file and the row.
 
@@ -487,7 +573,16 @@ def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if not path.is_dir():
         yield from read_records(path)
-    elif beir_files(path, "queries"):
-        yield from beir_query_rows(path)
-    else:  # a folder of skills, with queries in its files evals/trigger-eval.json
+    elif _is_skill_folder(path):
+        # Queries are in the files evals/trigger-eval.json.
         yield from query_rows(path)
+    elif table_path(path, QUERIES).is_file():
+        yield from _table_rows(path)
+    else:
+        yield from beir_query_rows(path)
+
+
+def _is_skill_folder(path: Path) -> bool:
+    """Return whether a path is a folder without tables of queries, so one of skills."""
+    has_queries = table_path(path, QUERIES).is_file() or bool(beir_files(path, "queries"))
+    return path.is_dir() and not has_queries

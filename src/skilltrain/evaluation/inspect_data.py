@@ -1,4 +1,4 @@
-"""The command `skilltrain inspect`: write one HTML page about training lists."""
+"""The command `skilltrain inspect`: write one HTML page about training lists or queries."""
 
 import itertools
 import random
@@ -24,7 +24,9 @@ from skilltrain.tables import (
     SKILLS,
     TableSpec,
     read_lists,
+    read_queries,
     read_table,
+    read_verdicts,
     table_path,
 )
 from skilltrain.texts import language_of, name_key
@@ -108,13 +110,10 @@ def inspect_lists(
         SkilltrainError: `lists` holds no lists, `pool` no pool, or `out` is in the folder `lists`.
     """
     folder = lists.resolve() if lists.is_dir() else lists.resolve().parent
-    page = folder.with_name(f"{folder.name}.html") if out is None else out
     _check_table(lists, LISTS)
     if pool is not None:
         _check_table(pool, SKILLS)
-    if folder in page.resolve().parents:
-        problem = "is inside the folder of the lists, and a page there would change this input"
-        raise SkilltrainError("overwrites-input", problem, where=page, fix="set --out")
+    page = _page_path(folder, out)
 
     # Find the runs that made the lists, and the inputs of these runs.
     trail = follow_runs(folder)
@@ -128,6 +127,33 @@ def inspect_lists(
         "worth_a_look": {check: len(queries) for check, queries in values["findings"].items()},
         "missing": trail.missing,
     }
+
+
+def inspect_queries(folder: Path, out: Path | None) -> dict[str, Any]:
+    """Write a page about queries and their judged skills, and return its counts.
+
+    Args:
+        folder: Folder of a stage that writes QUERIES, JUDGEMENTS and DROPPED.
+        out: File to write; None for a file beside the folder.
+
+    Raises:
+        SkilltrainError: `out` is in the folder.
+    """
+    page = _page_path(folder.resolve(), out)
+    queries = read_queries(folder)
+    drops = _read_rows([folder], DROPPED)
+    verdicts = read_verdicts(folder)
+    write_text(page, html_page("queries", queries=queries, verdicts=verdicts, drops=drops))
+    return {"page": str(page), "num_queries": len(queries), "num_dropped": len(drops)}
+
+
+def _page_path(folder: Path, out: Path | None) -> Path:
+    """Return the file of a page: `out`, or a file beside the folder that the page is about."""
+    page = out or folder.with_name(f"{folder.name}.html")
+    if folder in page.resolve().parents:
+        problem = "is inside the folder of the lists or queries, and would change this input"
+        raise SkilltrainError("overwrites-input", problem, where=page, fix="set --out")
+    return page
 
 
 def _check_table(path: Path, spec: TableSpec) -> None:

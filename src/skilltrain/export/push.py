@@ -1,6 +1,5 @@
 """Check the files of a model, a router or a data set, and upload them to the Hugging Face Hub."""
 
-import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ import torch
 from pyarrow import feather
 from torch import Tensor
 
-from skilltrain.data.screening.secret_keys import looks_random, mask_secret, secret_spans
+from skilltrain.data.screening.secret_keys import likely_secrets, mask_secret, secret_spans
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published
 from skilltrain.export.forms import open_model
@@ -38,12 +37,6 @@ _PROBE_SKILLS = (
 _TEXT_SUFFIXES = {".json", ".jinja", ".md", ".txt", ".xml"}
 # Functions that return the content of a file as an Arrow table.
 _TABLE_READERS = {".parquet": pq.read_table, ".arrow": feather.read_table}
-_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
-_NAMED_KEY = re.compile(  # aws_secret_access_key = KEY, ?api_key=KEY, https://KEY@
-    r"(?:(?:secret_access_key|api_?key|(?:access|auth)_token|[?&]token|password)\W{1,8}"
-    r"|https?://(?=[\w-]{12,200}@))(?P<key>[\w/+.-]{12,200})",
-    re.IGNORECASE,
-)
 _MAX_DIFFERENCE = 1e-4  # between outputs of the two programs
 _MAX_DIFFERENCE_BFLOAT16 = 0.1  # of logits, which reach some tens
 _HUB_SECONDS = 60.0  # without a response; the Hub needs some time for a large commit
@@ -203,19 +196,15 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
         paths: Files by their name in the repository. Weights and vectors hold no text.
     """
     for name, path in paths.items():
+        is_table = path.suffix in _TABLE_READERS
         for number, text in enumerate(_texts_in(path), 1):
-            # A span is the start and the end of a likely secret in the text.
-            spans = list(secret_spans(text))  # keys, tokens, and database URLs with a password
-            where = f"{name}, row {number}"
-            # Skills show passwords as examples, so these are no fault in the rows of a table.
-            if path.suffix in _TEXT_SUFFIXES:
-                where = name
-                spans += [match.span() for match in _URL_PASSWORD.finditer(text)]
-                named_keys = _NAMED_KEY.finditer(text)
-                spans += [match.span("key") for match in named_keys if looks_random(match["key"])]
-            if spans:
-                start, end = spans[0]
-                problem = f"holds what looks like a secret: {mask_secret(text[start:end])}"
+            secrets = [*likely_secrets(text)]
+            if is_table:
+                # Skills show passwords as examples, so only keys and tokens count in a table.
+                secrets = [text[start:end] for start, end in secret_spans(text)]
+            if secrets:
+                where = f"{name}, row {number}" if is_table else name
+                problem = f"holds what looks like a secret: {mask_secret(secrets[0])}"
                 fix = "remove it from the recipe or the data, and revoke it; nothing was sent"
                 raise SkilltrainError("secret-found", problem, where=where, fix=fix)
 

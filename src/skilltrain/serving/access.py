@@ -15,6 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from skilltrain.data.use_log import CLIENT
 from skilltrain.errors import SkilltrainError
 
 _LOOPBACK_NAMES = ("127.0.0.1", "localhost", "[::1]")
@@ -132,11 +133,18 @@ def read_access(
 
 
 def guard(app: ASGIApp, access: Access) -> ASGIApp:
-    """Return `app` with a check of every request. The check comes before the body is read."""
+    """Return `app` with a check of every request. The check comes before the body is read.
+
+    The log of use gets the address of the client in `CLIENT`.
+    """
 
     async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
+        response = None
         # Scopes of another type are no requests, such as the start of the server.
-        response = access.check(scope) if scope["type"] == "http" else None
+        if scope["type"] == "http":
+            response = access.check(scope)
+            # `client` is an address and a port, or None if the connection has no address.
+            CLIENT.set(scope["client"][0] if scope["client"] else "")
         answer = app if response is None else response
         await answer(scope, receive, send)
 

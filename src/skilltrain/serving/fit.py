@@ -6,6 +6,8 @@
 2. An encoder is trained. On queries that were held out, the trained router is compared with the
    untrained one. It takes over only if it is better, and is calibrated then.
 
+If `in_use` names a router, its rankers take the part of the untrained router in both steps.
+
 docs/benchmarks/small_pools.md has the measurements behind the weights of the rankers.
 
 Keys of the summary of `run_fit`:
@@ -36,11 +38,12 @@ import yaml
 from pydantic import Field
 
 from skilltrain.config import Config, Seed
+from skilltrain.data.lists import JUDGED
 from skilltrain.data.queries import check_query_files
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
 from skilltrain.runs import check_output, run_stage, run_state
-from skilltrain.serving.index import POINTER, Index
+from skilltrain.serving.index import POINTER, Index, check_servers
 from skilltrain.stage import Summary, parse_recipe
 from skilltrain.tables import read_queries
 from skilltrain.terminal import say
@@ -48,9 +51,11 @@ from skilltrain.terminal import say
 Recipe = dict[str, Any]
 MIN_SKILLS = 21
 """Skills of the smallest pool for which an encoder is trained."""
-# Names of the two routers in the report that compares them.
+# Names of the routers in the report that compares them.
 UNTRAINED = "untrained router"
 TRAINED = "router"
+IN_USE = "router in use"
+"""Name of the router of the setting `in_use`, which then takes the part of the untrained one."""
 _MAX_P = 0.05  # a difference with a higher p-value may be chance
 _MAX_CUT_QUERIES = 150  # to calibrate with; their skills are encoded again, without the passages
 _DEV_SHARE = 0.2  # of given queries without a split
@@ -62,6 +67,8 @@ QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random
 # Fewer negatives keep the time and the memory of `fit` small. Every skill of a batch is also a
 # negative of the batch's other queries.
 _FIT_QUOTAS: Mapping[str, int] = {"semantic": 1, "lexical": 1}
+# With a router in use, queries come from its log, and may have judged negatives.
+_USE_QUOTAS: Mapping[str, int] = {JUDGED: 1, **_FIT_QUOTAS}
 
 
 class FitConfig(Config):
@@ -84,6 +91,11 @@ class FitConfig(Config):
     max_tokens: int = Field(
         default=128, ge=8, description="tokens of a skill that the encoder sees"
     )
+    in_use: Path | None = Field(
+        default=None,
+        description="router that is in use: it stays, unless the trained router is significantly "
+        "better on held-out queries",
+    )
     train: bool = Field(default=True, description="train an encoder, and use it if it is better")
     epochs: int = Field(default=1, ge=1, description="passes over the training lists")
     seed: Seed = Field(default=0, description="seed of all random choices")
@@ -91,36 +103,39 @@ class FitConfig(Config):
 
 @dataclass(frozen=True)
 class RouterComparison:
-    """Comparison of the trained router with the untrained one, by Hit@1 of held-out queries.
+    """Comparison of the trained router with an earlier one, by Hit@1 of held-out queries.
 
     Attributes:
         hits: Hit@1 by system.
         num_queries: Number of queries.
-        difference: Mean difference, trained minus untrained.
+        difference: Mean difference, trained minus earlier.
         p: Two-sided p-value of the difference.
+        baseline: Name of the earlier router: `UNTRAINED` or `IN_USE`.
     """
 
     hits: dict[str, float]
     num_queries: int
     difference: float
     p: float
+    baseline: str = UNTRAINED
 
     @property
     def is_better(self) -> bool:
-        """True if the trained router is to replace the untrained one.
+        """True if the trained router is to replace the earlier one.
 
-        With many queries it must not be worse. With few queries it must be significantly better.
+        With many queries it must not be worse than an untrained router. With few queries, or if a
+        router is in use, it must be significantly better.
         """
-        if self.num_queries >= _ENOUGH_QUERIES:
+        if self.baseline == UNTRAINED and self.num_queries >= _ENOUGH_QUERIES:
             return self.difference >= 0
         return self.difference > 0 and self.p < _MAX_P
 
     def __str__(self) -> str:
         result = "takes over" if self.is_better else "is not shown to be better and is not used"
         return (
-            f"Hit@1 of {self.num_queries} held-out queries: {self.hits[UNTRAINED]:.3f} without "
-            f"training, {self.hits[TRAINED]:.3f} with it (p = {self.p:.2g}): the trained router "
-            f"{result}"
+            f"Hit@1 of {self.num_queries} held-out queries: {self.baseline} "
+            f"{self.hits[self.baseline]:.3f}, trained router {self.hits[TRAINED]:.3f} "
+            f"(p = {self.p:.2g}): the trained router {result}"
         )
 
 
@@ -260,7 +275,7 @@ def _train_encoder(runner: _StepRunner) -> int:
 
 
 def compare_routers(report: Path) -> RouterComparison:
-    """Read the comparison of the trained router with the untrained one from a report's folder.
+    """Read the comparison of the trained router with the earlier one from a report's folder.
 
     Args:
         report: Folder of the step `report`, with the file metrics.json.
@@ -270,12 +285,13 @@ def compare_routers(report: Path) -> RouterComparison:
     """
     metrics = read_json(report / "metrics.json")
     hits = {system["name"]: system["metrics"]["Hit@1"]["mean"] for system in metrics["systems"]}
+    baseline = IN_USE if IN_USE in hits else UNTRAINED
     for row in metrics["differences"]:
         # A row is the difference of two systems in one measure.
         row_key = (row["system"], row["baseline"], row["measure"])
-        if row_key == (TRAINED, UNTRAINED, "Hit@1"):
+        if row_key == (TRAINED, baseline, "Hit@1"):
             difference = row["difference"]
-            return RouterComparison(hits, difference["n"], difference["mean"], row["p"])
+            return RouterComparison(hits, difference["n"], difference["mean"], row["p"], baseline)
     raise SkilltrainError("not-comparable", "does not compare the two routers", where=report)
 
 
@@ -339,7 +355,9 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     base_encoder = {"source": config.base, "cache": str(out / "vectors")}
     trained_encoder = base_encoder | {"source": str(out / "encoder")}
 
+    untrained_rankers = _untrained_rankers(base_encoder)
     index = {"stage": "index", "pool": pool, "out": str(out)}
+    quotas = _USE_QUOTAS if config.in_use else _FIT_QUOTAS
     calibrate = _calibration_recipe(config, queries)
     recipes: dict[str, Recipe] = {
         "pool": {
@@ -348,14 +366,14 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "categories": "taxonomy",
             "encoder": base_encoder,
         },
-        "untrained": index | {"rankers": _untrained_rankers(base_encoder)},
+        "untrained": index | {"rankers": _rankers_in_use(config) or untrained_rankers},
         "queries": _query_recipe(config, pool),
         # Calibrate the untrained router with the queries of all splits.
         "calibration": calibrate | {"split": None},
         "calibrated": _recipe_to_add_calibration(out, "calibration"),
-        **training_list_recipes(inputs, base_encoder, out, _FIT_QUOTAS, config.seed),
+        **training_list_recipes(inputs, base_encoder, out, quotas, config.seed),
         "encoder": _encoder_recipe(config, training_pool),
-        "report": _report_recipe(inputs, base_encoder, trained_encoder),
+        "report": _report_recipe(inputs, base_encoder, trained_encoder, _rankers_in_use(config)),
         "trained": index | {"rankers": _trained_rankers(trained_encoder)},
         # Calibrate the trained router with queries that were not used for training.
         "trained_calibration": calibrate,
@@ -386,22 +404,26 @@ def _recipe_to_add_calibration(out: Path, step: str) -> Recipe:
     return {"stage": "index", "calibration": str(out / step), "out": str(out)}
 
 
-def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe) -> Recipe:
-    """Return the recipe that compares the two routers, BM25 and the encoders on split dev.
+def _report_recipe(
+    inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe, rankers_in_use: list[Recipe]
+) -> Recipe:
+    """Return the recipe that compares the routers, BM25 and the encoders on split dev.
 
     A report compares each system with the first system and with the system before it. So the
-    trained router comes right after the untrained one.
+    trained router comes right after the earlier one.
 
     Args:
         inputs: The settings `pool` and `queries`.
         base_encoder: Settings of the untrained encoder.
         trained_encoder: Settings of the trained encoder.
+        rankers_in_use: Rankers of the router in use. It is left out if they are empty.
     """
     systems = {
         "bm25": [{"kind": "lexical"}],
         "base encoder": [{"kind": "dense", **base_encoder}],
         "trained encoder": [{"kind": "dense", **trained_encoder}],
         UNTRAINED: _untrained_rankers(base_encoder),
+        IN_USE: rankers_in_use,
         TRAINED: _trained_rankers(trained_encoder),
     }
     return {
@@ -410,7 +432,9 @@ def _report_recipe(inputs: Recipe, base_encoder: Recipe, trained_encoder: Recipe
         "benchmark": inputs["queries"],
         "split": "dev",
         "print_groups": False,
-        "systems": [{"name": name, "rankers": rankers} for name, rankers in systems.items()],
+        "systems": [
+            {"name": name, "rankers": rankers} for name, rankers in systems.items() if rankers
+        ],
     }
 
 
@@ -518,6 +542,19 @@ def _untrained_rankers(encoder: Recipe) -> list[Recipe]:
     whole_skills = {"kind": "dense", **encoder}
     rankers = [lexical, names_and_descriptions, whole_skills]
     return [{"kind": "fuse", "of": rankers, "weights": [1.0, 0.5, 0.5]}]
+
+
+def _rankers_in_use(config: FitConfig) -> list[Recipe]:
+    """Return the rankers of the router in use, or none without such a router.
+
+    Raises:
+        SkilltrainError: The router cannot be read, or sends texts to a server.
+    """
+    if config.in_use is None:
+        return []
+    system = Index.open(config.in_use).system
+    check_servers(system, (), config.in_use)
+    return [ranker.model_dump(mode="json") for ranker in system.rankers]
 
 
 def _trained_rankers(encoder: Recipe) -> list[Recipe]:

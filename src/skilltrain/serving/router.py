@@ -3,6 +3,7 @@
 A router has a pool and rankers over it. It is opened once and answers any number of tasks.
 """
 
+import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
@@ -219,6 +220,14 @@ class Router:
     def parts(self) -> Mapping[str, Ranker]:
         """Rankers by `key`, to use an encoder or a reranker directly."""
         return self._current.rankers
+
+    @property
+    def identity(self) -> str:
+        """Hash of the rankers and of their models. It does not change with the skills."""
+        pool = self._current
+        models = pool.index.record.models if pool.index else {}
+        content = f"{pool.state.system.model_dump_json()} {models}"
+        return hashlib.sha256(content.encode()).hexdigest()[:12]
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """Return the flags of the safety screening for a skill: the first of each rule."""

@@ -10,9 +10,8 @@ Notes:
     - `Access` checks the Host header instead of the package mcp.
     - A GET of /mcp would wait for messages that never come, so only POST is allowed there.
     - A reranker ranks skills, so each text of /rerank becomes the body of a skill.
-    - Like Ctrl-C, SIGTERM must leave time to write the log. uvicorn shuts down at SIGTERM, and then
-      raises the signal again for the handler that was set before. That handler does nothing, so
-      that the process lives until `_run` has written the log.
+    - uvicorn answers open requests at SIGTERM, and then raises the signal again for the handler
+      that was set before. That handler does nothing, so the process ends with the exit code 0.
     - A skill that does not follow the Agent Skills specification has no entry for skills/get.
     - prompts/get is refused, because a client may ask for prompts that the server does not declare.
 """
@@ -530,8 +529,6 @@ def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
         async with stdio_server() as (read_stream, write_stream):
             await server.run(read_stream, write_stream, server.create_initialization_options())
 
-    # Like Ctrl-C, SIGTERM must leave time to write the log.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     _run(service, serve, watched_folders)
 
 
@@ -555,7 +552,7 @@ def serve_http(
         say(f"warning: everyone who reaches {host}:{port} can ask this router (see --token-env)")
     server = new_http_server(new_http_app(service, access))
     # uvicorn shuts down at SIGTERM, and then raises the signal again for this handler. The handler
-    # does nothing, so that the process lives until `_run` has written the log.
+    # does nothing, so the process ends with the exit code 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
     say_url(host, port, access)
     _run(service, partial(server.serve, sockets=[listener]), watched_folders)
@@ -594,16 +591,12 @@ def say_url(host: str, port: int, access: Access) -> None:
 def _run(
     service: Service, serve: Callable[[], Awaitable[None]], watched_folders: Sequence[Path]
 ) -> None:
-    """Run a server, and write the log of routed requests at the end.
+    """Run a server. Warnings of libraries are printed, one line each.
 
     Args:
-        service: Service with the router and its log.
+        service: Service with the router.
         serve: Server to run.
         watched_folders: Folders of skills to keep the router current with.
     """
     logging.basicConfig(level=logging.WARNING, handlers=[LineHandler()], force=True)
-    try:
-        anyio.run(service.run, serve, watched_folders)
-    finally:
-        if service.log is not None:
-            service.log.flush()
+    anyio.run(service.run, serve, watched_folders)

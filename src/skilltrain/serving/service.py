@@ -1,6 +1,7 @@
 """Answers of a router to its clients, independent of the protocol.
 
-A `Service` searches skills, returns their texts, counts and times requests, and can keep a log.
+A `Service` searches skills, returns their texts, counts and times requests, and can keep a log
+of use.
 URIs, entries and SKILL.md files follow the MCP Skills extension (SEP-2640). They are made from the
 indexed and screened skills.
 
@@ -23,12 +24,8 @@ import os
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from functools import partial
 from itertools import islice
 from pathlib import Path
-from queue import SimpleQueue
-from tempfile import TemporaryFile
-from threading import Lock
 from typing import Any, Literal, NamedTuple, TypeVar
 from urllib.parse import quote, unquote
 
@@ -41,19 +38,17 @@ from skilltrain.data.pool.read import SOURCE_FILES, find_skill_file
 from skilltrain.data.pool.skill_file import front_matter, skill_text
 from skilltrain.data.screening import Flag
 from skilltrain.data.screening.bundled import read_bundled_files
-from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import file_stamps, staged_folder
+from skilltrain.data.use_log import UseLog
+from skilltrain.errors import SkilltrainError
+from skilltrain.files import file_stamps
 from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_text
-from skilltrain.records import Query, Ranking, Rankings, Skill
-from skilltrain.retrieval.rankings import rankings_table
+from skilltrain.records import Skill
 from skilltrain.serving.answer import RoutedSkill
 from skilltrain.serving.filters import Filters
 from skilltrain.serving.index import Contents
 from skilltrain.serving.indexing import read_watched
 from skilltrain.serving.router import Router
-from skilltrain.tables import QUERIES, RANKINGS, write_table
 from skilltrain.terminal import say
-from skilltrain.texts import clean_text
 
 Flagged = Literal["mark", "withhold"]
 """What happens to skills that the safety screening flags."""
@@ -78,74 +73,9 @@ _MAX_DESCRIPTION_CHARS = 1024
 _MAX_LINE_CHARS = 400  # of a description or explanation in an answer
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
 _UPDATE_SECONDS = 2.0  # between checks for changed skills
-_LOG_SECONDS = 60.0  # between writes of the log
-_MAX_UNWRITTEN = 50_000  # newest answers to keep while the log cannot be written
 ResultT = TypeVar("ResultT")
 Entries = list[dict[str, Any]]
 """Items of a list of skills, or of their files."""
-
-
-class RouteLog:
-    """A log of answers, as tables QUERIES and RANKINGS. Each `flush` writes one folder.
-
-    Args:
-        folder: Folder of the log.
-
-    Raises:
-        SkilltrainError: No file can be written into `folder`.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        """Create the folder of the log, and check that files can be written into it."""
-        self._folder = folder
-        # Time and process tell the folders of different servers apart.
-        self._name = f"{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{os.getpid()}"
-        self._new_answers = SimpleQueue[tuple[str, Ranking]]()
-        self._unwritten: list[tuple[str, Ranking]] = []  # taken from the queue
-        self._num_written = 0
-        self._lock = Lock()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            # Find out now whether files can be written, not after the first answers.
-            TemporaryFile(dir=folder).close()
-        except OSError as error:
-            problem = f"cannot hold the log: {reason_of(error)}"
-            fix = "name a folder that may be written"
-            raise SkilltrainError("cannot-write", problem, where=folder, fix=fix) from error
-
-    def add(self, query: str, ranking: Ranking) -> None:
-        """Add an answer. The next `flush` writes it."""
-        self._new_answers.put((clean_text(query), ranking))
-
-    def flush(self) -> None:
-        """Write all new answers as one folder. After an error, the next call tries them again."""
-        with self._lock:
-            # Other threads may go on adding answers to the queue.
-            while not self._new_answers.empty():
-                self._unwritten.append(self._new_answers.get())
-            del self._unwritten[:-_MAX_UNWRITTEN]  # the oldest
-            if self._unwritten:
-                self._write()
-
-    def _write(self) -> None:
-        """Write the unwritten answers as a folder. Its name ends in the number of the last one."""
-        queries = []
-        rankings: Rankings = {}
-        # Answers are counted from 1 over the whole life of the log.
-        first_number = self._num_written + 1
-        for number, (text, ranking) in enumerate(self._unwritten, first_number):
-            query_id = f"{self._name}-{number}"
-            queries.append(Query(query_id, text, kind="single", origin="served", split="test"))
-            rankings[query_id] = ranking
-
-        # Write both tables into one folder, which appears whole or not at all.
-        last_number = self._num_written + len(queries)
-        with staged_folder(self._folder / f"{self._name}-{last_number:06}") as staged:
-            write_table(rankings_table({"served": rankings}), RANKINGS, staged)
-            write_table(queries, QUERIES, staged)
-
-        self._num_written = last_number
-        self._unwritten.clear()
 
 
 class Page(NamedTuple):
@@ -167,7 +97,7 @@ class Service:
         self,
         router: Router,
         flagged: Flagged,
-        log: RouteLog | None,
+        log: UseLog | None,
         shows_folders: bool = False,
     ) -> None:
         """Create the service, with metrics of its requests for Prometheus.
@@ -176,7 +106,7 @@ class Service:
             router: Router to ask.
             flagged: What to do with skills that the safety screening flags. `mark` shows the flags,
                 and `withhold` hides the skills.
-            log: Log of all answers, if any.
+            log: Log of answers and of loaded skills, if any.
             shows_folders: Whether answers have the folders of skills. Set it only if all clients
                 are on this machine.
         """
@@ -185,8 +115,7 @@ class Service:
         self.log = log
         self.shows_folders = shows_folders
         self.registry = CollectorRegistry()
-        # Error in the last run of each background task, by its name; "" after a success.
-        self._last_fault_by_task: dict[str, str] = {}
+        self._last_fault = ""  # error of the last update; empty after a success
         # State of the index and of the watched files after the last update.
         self._last_state: object = None
 
@@ -252,7 +181,8 @@ class Service:
         rows = rows[:k]
 
         if self.log is not None:
-            self.log.add(query, [(row["skill_id"], row["score"]) for row in rows])
+            ranking = [(row["skill_id"], row["score"]) for row in rows]
+            self.log.add_answer(query, self.router.identity, ranking)
         return {"fits": bool(rows), "skills": rows, "note": WARNING}
 
     def skill(self, uri: str) -> Skill:
@@ -287,8 +217,9 @@ class Service:
         files: dict[str, bytes] = {}
         if skill is not None and not self._is_withheld(skill):
             files = skill_files(skill)
-        if uri not in files:
+        if skill is None or uri not in files:
             raise _unknown_uri(uri)
+        self._log_load(skill)
         return files[uri]
 
     def text(self, uri: str) -> str:
@@ -300,6 +231,7 @@ class Service:
             uri: URI of the skill's SKILL.md.
         """
         skill = self.skill(uri)
+        self._log_load(skill)
         lines = [WARNING]
         lines += [f"FLAGGED {line}" for line in _flag_lines(self.router.flags(skill))]
         folder = self._folder(skill)
@@ -327,6 +259,10 @@ class Service:
                 entries += describe(skill)
         return Page(entries, end if end < len(pool) else None)
 
+    def _log_load(self, skill: Skill) -> None:
+        if self.log is not None:
+            self.log.add_load(skill.skill_id)
+
     def _folder(self, skill: Skill) -> str | None:
         """Return the absolute path of a skill's folder, if it is known and clients may see it."""
         file = find_skill_file(skill) if self.shows_folders else None
@@ -335,26 +271,23 @@ class Service:
     def _is_withheld(self, skill: Skill) -> bool:
         return self.flagged == "withhold" and bool(self.router.flags(skill))
 
-    # Background tasks --------------------------------------------------------------------------
+    # Updates --------------------------------------------------------------------------
 
     async def run(
         self, serve: Callable[[], Awaitable[None]], watched_folders: Sequence[Path]
     ) -> None:
-        """Run `serve`. Meanwhile, update the skills and write the log at regular intervals.
+        """Run `serve`. Meanwhile, update the skills at regular intervals.
 
         Args:
-            serve: Server to run. Its end also ends the background tasks.
+            serve: Server to run. Its end also ends the updates.
             watched_folders: Folders of skills to keep the router current with.
         """
         async with anyio.create_task_group() as tasks:
-            update = partial(self.update, watched_folders)
-            tasks.start_soon(self._repeat, _UPDATE_SECONDS, "update", update)
-            if self.log is not None:
-                tasks.start_soon(self._repeat, _LOG_SECONDS, "log", self.log.flush)
+            tasks.start_soon(self._keep_updating, watched_folders)
             try:
                 await serve()
             finally:
-                # The background tasks never end by themselves.
+                # The updates never end by themselves.
                 tasks.cancel_scope.cancel()
 
     def update(self, watched_folders: Sequence[Path]) -> None:
@@ -381,28 +314,24 @@ class Service:
         # The update has made a new index, so the state is taken again.
         self._last_state = (stamps, self.router.index)
 
-    async def _repeat(self, seconds: float, name: str, work: Callable[[], object]) -> None:
+    async def _keep_updating(self, watched_folders: Sequence[Path]) -> None:
         while True:
-            await anyio.sleep(seconds)
-            await self._try(name, work)
+            await anyio.sleep(_UPDATE_SECONDS)
+            await self.try_update(watched_folders)
 
-    async def _try(self, name: str, work: Callable[[], object]) -> None:
-        """Run a background task as the request `name`.
+    async def try_update(self, watched_folders: Sequence[Path]) -> None:
+        """Run `update` as the request `update`.
 
-        An error is printed, unless the task's last run had the same one. It is not raised.
-
-        Args:
-            name: Name of the task in the metrics and in errors.
-            work: The task.
+        An error is printed, unless the last update had the same one. It is not raised.
         """
         fault = ""
         try:
-            await self.run_timed(name, work)
+            await self.run_timed("update", self.update, watched_folders)
         except Exception as error:
-            fault = f"{name}: {error}"
-        if fault and fault != self._last_fault_by_task.get(name):
+            fault = f"update: {error}"
+        if fault and fault != self._last_fault:
             say(fault)
-        self._last_fault_by_task[name] = fault
+        self._last_fault = fault
 
 
 def watched_contents(router: Router, watched_folders: Sequence[Path]) -> Contents:

@@ -3,6 +3,7 @@
 import math
 import re
 from collections import Counter
+from collections.abc import Iterator
 from itertools import groupby, pairwise
 
 from skilltrain.data.screening.deobfuscate import decode_base64
@@ -22,6 +23,12 @@ _DATABASE_URL = re.compile(
     r"(?:postgres(?:ql)?|mysql|mariadb|mongodb(?:\+srv)?|rediss?|amqps?|mssql|clickhouse)"
     r"(?:\+\w{1,12})?://[\w.%-]{0,40}:"
     r"(?P<password>[^\s@/:\"'`<>{}$\[\]]{8,64})@(?P<host>[\w-]{1,60}(?:\.[\w-]{1,60}){1,6})"
+)
+_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
+_NAMED_KEY = re.compile(  # aws_secret_access_key = KEY, ?api_key=KEY, https://KEY@
+    r"(?:(?:secret_access_key|api_?key|(?:access|auth)_token|[?&]token|password)\W{1,8}"
+    r"|https?://(?=[\w-]{12,200}@))(?P<key>[\w/+.-]{12,200})",
+    re.IGNORECASE,
 )
 _LOCAL_HOST = re.compile(
     r"(?:^|\.)(?:local|localhost|internal|docker|example)(?:\.|$)|^127\.|example|^host\.|^your"
@@ -73,6 +80,17 @@ def secret_spans(text: str) -> Spans:
         is_local = _LOCAL_HOST.search(match["host"].lower())
         if looks_random(match["password"]) and not is_local:
             yield match.span()
+
+
+def likely_secrets(text: str) -> Iterator[str]:
+    """Yield secrets as `secret_spans` finds them, passwords in URLs, and keys after a name."""
+    for start, end in secret_spans(text):
+        yield text[start:end]
+    for match in _URL_PASSWORD.finditer(text):
+        yield match[0]
+    for match in _NAMED_KEY.finditer(text):
+        if looks_random(match["key"]):
+            yield match["key"]
 
 
 def mask_secret(secret: str) -> str:
