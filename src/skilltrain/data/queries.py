@@ -537,7 +537,7 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
         files: Files of queries, and folders. Only folders without tables are read.
         out: Folder to write to.
     """
-    rows = unserved_rows(filter(_is_skill_folder, files))
+    rows = unserved_rows([file for file in files if _is_skill_folder(file)])
     if rows:
         write_jsonl(out / UNSERVED_FILE, rows)
     return len(rows)
