@@ -43,7 +43,10 @@ RUN pip install --no-cache-dir --retries 5 -c constraints.txt --no-deps -e .
 USER 1000
 
 FROM base AS cuda
-RUN pip install --no-cache-dir --retries 5 -c constraints.txt -r requirements.txt
+# faiss-gpu and faiss-cpu own the same Python module, so the first replaces the second.
+RUN pip install --no-cache-dir --retries 5 -c constraints.txt -r requirements.txt \
+    && pip uninstall -y faiss-cpu \
+    && pip install --no-cache-dir --retries 5 -c constraints.txt faiss-gpu
 # .dockerignore lists the files to copy.
 COPY . .
 RUN pip install --no-cache-dir --retries 5 -c constraints.txt --no-deps -e .
