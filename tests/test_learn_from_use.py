@@ -128,7 +128,7 @@ def test_router_learns_what_users_load(library, old_router, requests, tmp_path):
     logged, others = requests[:NUM_LOGGED], requests[NUM_LOGGED:]
     use(old_router, logged, lambda request, _: request.skill_id, tmp_path / "log")
 
-    summary = learn(library, old_router, tmp_path, epochs=6)
+    summary = learn(library, old_router, tmp_path, epochs=2)
 
     lists = read_lists(tmp_path / "router" / "encoder_lists")
     new_hits = first_hits(tmp_path / "router", others)
