@@ -128,7 +128,7 @@ def test_router_learns_what_users_load(library, old_router, requests, tmp_path):
     logged, others = requests[:NUM_LOGGED], requests[NUM_LOGGED:]
     use(old_router, logged, lambda request, _: request.skill_id, tmp_path / "log")
 
-    summary = learn(library, old_router, tmp_path, epochs=6)
+    summary = learn(library, old_router, tmp_path, epochs=2)
 
     lists = read_lists(tmp_path / "router" / "encoder_lists")
     new_hits = first_hits(tmp_path / "router", others)
@@ -139,3 +139,14 @@ def test_router_learns_what_users_load(library, old_router, requests, tmp_path):
     assert summary["trained"]
     assert difference.low > 0.3
     assert p < 0.001
+
+
+@pytest.mark.slow
+def test_random_loads_replace_no_router(library, old_router, requests, tmp_path):
+    rng = random.Random(0)
+    use(old_router, requests[:NUM_LOGGED], lambda _, ids: rng.choice(ids), tmp_path / "log")
+
+    summary = learn(library, old_router, tmp_path, epochs=2)
+
+    assert not summary["trained"]
+    assert Router.load(tmp_path / "router").identity == Router.load(old_router).identity
