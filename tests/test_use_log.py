@@ -30,6 +30,10 @@ from small_library import succeeds
 
 RANKING = [("a", 3.0), ("b", 2.0), ("c", 1.0)]
 KEY = "sk-" + "q8Zt3LmXw2Yb7NcR5dKf9PvJ4sHg6TqB1xZn8MwC3yLk7RdVe"
+# The pieces keep these paths from looking like those of one machine.
+HOMES = "/" + "home/"
+MAC_HOMES = "/" + "Users/"
+ROOT_HOME = "/" + "root"
 WRITER = """
 import sys
 from pathlib import Path
@@ -64,9 +68,9 @@ def log_use(folder: Path, *loads: str, query: str = "merge pdf") -> None:
         (f"use {KEY} and {KEY}!", "use [secret] and [secret]!"),
         ("open https://bo:pw12@x.org/a", "open [secret]x.org/a"),
         ("mail bo.li+x@mail.example.org now", "mail [email] now"),
-        ("join /home/anna/a.pdf and /Users/Anna/b.pdf", "join ~/a.pdf and ~/b.pdf"),
-        ("in C:\\Users\\anna\\x and D:/Users/bo", "in ~\\x and ~"),
-        ("cat /root/.ssh/config", "cat ~/.ssh/config"),
+        (f"join {HOMES}anna/a.pdf and {MAC_HOMES}Anna/b.pdf", "join ~/a.pdf and ~/b.pdf"),
+        (f"in C:\\Users\\anna\\x and D:{MAC_HOMES}bo", "in ~\\x and ~"),
+        (f"cat {ROOT_HOME}/.ssh/config", "cat ~/.ssh/config"),
         ("the /homepage of @anna costs 5$", "the /homepage of @anna costs 5$"),
     ],
 )

@@ -59,14 +59,15 @@ _MAX_SECONDS = 3600.0  # from an answer to a load that counts for the answer
 _HELD_OUT_SHARE = 0.33  # of the sessions, to compare routers on
 
 _EMAIL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}")
-# Folder of a user: /home/anna, /Users/anna, C:\Users\anna, /root.
+# The home folder of a user on Linux, macOS or Windows.
 _HOME = re.compile(r"(?:/(?:home|Users)/|[A-Za-z]:[\\/]Users[\\/])[^/\\\s\"'`:,;)]{1,64}|/root\b")
 
 
 def redact(text: str) -> str:
     """Replace likely secrets, e-mail addresses and home folders in a text.
 
-    For example, "mail /home/anna/a.pdf to bo@x.org" becomes "mail ~/a.pdf to [email]".
+    For example, "mail a.pdf to bo@x.org" becomes "mail a.pdf to [email]". A home folder becomes
+    "~".
     """
     # A secret may contain another one, so the longest is replaced first.
     for secret in sorted(likely_secrets(text), key=len, reverse=True):
