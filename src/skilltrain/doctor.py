@@ -92,10 +92,11 @@ def free_disk_by_cache() -> dict[str, float]:
 def examine_recipes(device: torch.device, available: float) -> dict[str, str]:
     """Compare the memory that training recipes need with the memory of a device.
 
-    Recipes in the folder `paper` need as much as those of the same name, and are left out.
+    The top folder of recipes is read, and one small recipe of the folder `tiny`. The recipes in the
+    folder `paper` are left out: they need as much memory as the top recipes of the same name.
 
     Args:
-        device: Device to train on, alone.
+        device: The one device to train on, without others.
         available: Free bytes of the device.
 
     Returns:
@@ -104,7 +105,8 @@ def examine_recipes(device: torch.device, available: float) -> dict[str, str]:
     verdicts: dict[str, str] = {}
     for file in [*sorted(SHIPPED_RECIPES.glob("*.yaml")), SHIPPED_RECIPES / _SMALL_RECIPE]:
         values = load_recipe(file)
-        # The classes of other stages take a second to import.
+        # Parse only training recipes. Parsing imports the class of the stage, and the classes of
+        # other stages take a second to import.
         if command_of(values["stage"]) == "train":
             num_bytes = state_bytes(parse_recipe(values, file), device)
             name = file.relative_to(SHIPPED_RECIPES).with_suffix("").as_posix()
@@ -156,7 +158,8 @@ def state_bytes(recipe: Any, device: torch.device) -> float | None:
 def count_parameters(source: str) -> int | None:
     """Return the number of a model's parameters, or None if it is not known. Downloads nothing.
 
-    The name of a model on the Hub may tell it: "Qwen/Qwen3-Embedding-0.6B" has about 600 million.
+    The name of a model on the Hub may contain the number: "Qwen/Qwen3-Embedding-0.6B" has about
+    600 million parameters.
 
     Args:
         source: Model of a recipe: a package or a Hub id.
@@ -164,7 +167,8 @@ def count_parameters(source: str) -> int | None:
     billions = re.search(r"(\d+(?:\.\d+)?)B\b", source)
     if billions:
         return round(float(billions[1]) * 1e9)
-    # A folder of a recipe that ships is made by a training run, and is not there yet.
+    # Only the files of a package are on this machine. A recipe may also name a Hub model, which is
+    # not downloaded here, or a folder that a training run has yet to write.
     if not source.startswith("package:"):
         return None
     try:

@@ -292,6 +292,9 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read the rows of a .jsonl, .jsonl.gz, .parquet or .csv file as dicts.
 
+    Args:
+        path: The file. Its suffix tells the format.
+
     Yields:
         Pairs of a position for error messages, such as `PATH, line 3`, and a row.
 
@@ -303,6 +306,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     check_regular(path)
     kind = path.suffix.lower()
+    # Every .gz file is read as .jsonl.gz, because no other format is compressed here.
     if kind in (".jsonl", ".gz"):
         yield from read_jsonl(path)
         return
@@ -313,6 +317,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             options = csv.ParseOptions(newlines_in_values=True)
             table = csv.read_csv(path, parse_options=options)
         else:
+            # This error is no OSError, so the `except` below does not catch it.
             problem = "cannot tell what this file is"
             fix = "give a .jsonl, .jsonl.gz, .parquet or .csv file"
             raise SkilltrainError("unknown-format", problem, where=path, fix=fix)

@@ -396,30 +396,33 @@ def list_recipes(folder: Path) -> list[ListedRecipe]:
 
 
 def copy_recipe(name: str, folder: Path) -> list[Path]:
-    """Copy a recipe that ships to a folder, with the recipe that it is based on.
+    """Copy a shipped recipe, and the recipe that it is based on, to a folder.
 
     Both files keep their paths below the folder of recipes, so that `based_on` still leads to the
     base. For example, `paper/sr_emb_8b` gives `paper/sr_emb_8b.yaml` and `sr_emb_8b.yaml`.
 
     Args:
         name: Path of the recipe below the folder of recipes, with or without `.yaml`.
-        folder: Folder to write to. An equal file there is written again.
+        folder: Folder to write to. An identical file there is overwritten.
 
     Returns:
         Paths of the copies. The recipe itself comes first.
 
     Raises:
-        SkilltrainError: There is no such recipe, or the folder holds another file of this name.
+        SkilltrainError: There is no such recipe, or the folder has a file of the same path with
+            another text.
     """
     file = (SHIPPED_RECIPES / f"{name.removesuffix('.yaml')}.yaml").resolve()
     if not (file.is_file() and file.is_relative_to(SHIPPED_RECIPES.resolve())):
         fix = "see their names: skilltrain recipes list"
         raise SkilltrainError("not-found", "no recipe of this name ships", where=name, fix=fix)
 
-    # `load_recipe` drops the key `based_on`, so search for the key in the text.
+    # `load_recipe` drops the key `based_on`, so search for the key in the text. A base has no base
+    # of its own, so one step is enough.
     files = [file]
     base = re.search(r"(?m)^based_on: *(\S+)", file.read_text(encoding="utf-8"))
     if base:
+        # The path in the recipe is relative to the recipe's folder.
         files.append((file.parent / base[1]).resolve())
 
     # Check all files before the first one is written.

@@ -244,17 +244,19 @@ def _would_change(value: Any, arrow_type: pa.DataType) -> bool:
 def _with_declared_types(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
     """Return a table with the declared order and types of columns.
 
-    For example, pandas writes large_string for string, int64 for int32, and allows nulls.
+    For example, pandas writes large_string for string, int64 for int32, and allows nulls. Such
+    types are cast. They are of the declared kind: a kind is a type without its size.
 
     Args:
-        table: The table.
+        table: The table, as it was read or made.
         spec: Declaration of the table.
         where: Path of the table, for the error.
 
     Raises:
-        SkilltrainError: A column is missing or unknown, or is of another kind, or a number is too
-            large.
+        SkilltrainError: A column is missing or unknown, or has a type of another kind, such as
+            numbers instead of texts, or a number is too large.
     """
+    # Names that only the table or only the declaration has.
     wrong_names = {*table.column_names} ^ {*spec.schema.names}
     if wrong_names:
         name = min(wrong_names)
@@ -265,7 +267,8 @@ def _with_declared_types(table: pa.Table, spec: TableSpec, where: object) -> pa.
     columns: list[pa.ChunkedArray] = []
     for field in spec.schema:
         column = table.column(field.name)
-        # A column of pandas has the type null if no row has a value.
+        # A column of pandas has the type null if no row has a value, and list<null> if all lists of
+        # the column are empty.
         if _kind_of(column.type) not in (_kind_of(field.type), "null", "list<null>"):
             problem = f"column '{field.name}' has the type {column.type} instead of {field.type}"
             raise SkilltrainError("wrong-columns", problem, where=where)
@@ -278,28 +281,35 @@ def _with_declared_types(table: pa.Table, spec: TableSpec, where: object) -> pa.
 
 
 def _kind_of(arrow_type: pa.DataType) -> str:
-    """Return the name of a type without its size: `list<string>` for a list of large_string."""
+    """Return the kind of a type: its name without its size.
+
+    For example, int32 and int64 have the kind `int`, string and large_string the kind `string`, and
+    a list of large_string the kind `list<string>`.
+    """
+    # Also remove the name that Arrow gives to the items of a list, as in `list<item: string>`.
     name = re.sub(r"large_|[0-9]+|\w+: | not null", "", str(arrow_type))
     return name.replace("double", "float")
 
 
 def _check_table(table: pa.Table, spec: TableSpec, where: object) -> pa.Table:
-    """Check the nulls and the keys of a table, and return the table.
+    """Check the nulls and the keys of a table, and return the table unchanged.
 
     Args:
-        table: The table.
-        spec: Declaration of the table.
+        table: The table, with the declared columns.
+        spec: Declaration of the table: its columns, and which of them may hold nulls.
         where: Path or name of the table, for errors.
 
     Raises:
         SkilltrainError: A value is null that may not be, or a key is repeated.
     """
-    # Neither a required value nor an item of a list may be null.
     for field, column in zip(spec.schema, table.columns, strict=True):
+        # Text of both errors below.
         problem = f"column '{field.name}' of table {spec.name} holds a null"
+        # A value of a required column may not be null.
         if column.null_count and not field.nullable:
             fix = "leave out the row, or fill the value"
             raise SkilltrainError("invalid-value", problem, where=where, fix=fix)
+        # An item of a list may never be null, even if the column allows nulls.
         if pa.types.is_list(field.type) and pc.call_function("list_flatten", [column]).null_count:
             raise SkilltrainError("invalid-value", f"a list in {problem}", where=where)
     _check_keys(table, spec, where)

@@ -67,12 +67,14 @@ class SkillTemplate(Config):
     )
 
     def field_texts(self, skill: Skill) -> dict[str, str]:
-        """Return the texts that a model sees of a skill, by field.
+        """Return the texts that a model sees of a skill, by field: name, description or body.
 
         Empty fields are left out and outer spaces are removed, unless `verbatim` or `labelled` is
         set.
         """
+        # None: the name is never cut.
         max_chars = {"name": None, "description": self.description_chars, "body": self.body_chars}
+        # `self.fields` is the key of a set of fields, such as "nd" for name and description.
         texts = {
             field: getattr(skill, field)[: max_chars[field]] for field in FIELDS_SEEN[self.fields]
         }

@@ -41,9 +41,9 @@ def progress(
 ) -> Iterator[Callable[[int, str], None]]:
     """Show the progress of some work. Nothing is shown for a single item.
 
-    A terminal shows a bar with the remaining time, and a note below it. So does a notebook, if
-    ipywidgets is installed. A log file gets a plain line about every 30 seconds, and after the
-    first item if that item takes more than a second.
+    A terminal shows a bar with the remaining time, and a note below it. A notebook shows the same
+    if ipywidgets is installed. A log file gets a plain line about every 30 seconds. It also gets a
+    line after the first item, if the first item takes more than a second.
 
     Args:
         description: Label of the bar.

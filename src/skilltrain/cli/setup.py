@@ -49,6 +49,7 @@ def list_shipped(
     _check_stage(stage)
     folder = folder or SHIPPED_RECIPES
     for recipe in list_recipes(folder):
+        # The first fact is the recipe's stage. Without a given stage, all recipes are listed.
         if stage in (None, recipe.facts[0]):
             name = recipe.path.relative_to(folder).with_suffix("").as_posix()
             typer.echo(f"{name}  {'  '.join(recipe.facts)}\n    {recipe.about}")
@@ -64,7 +65,8 @@ def copy(
     Example: skilltrain recipes copy sr_emb_0.6b
     """
     copies = copy_recipe(name, to)
-    # For example, `launch/tiny_data.sh` makes the data of the tiny recipes.
+    # Paths of repository files that the recipes mention, such as `launch/tiny_data.sh`. An
+    # installed package does not have these files.
     names: set[str] = set()
     for file in copies:
         typer.echo(file)
@@ -72,7 +74,8 @@ def copy(
     missing_files = sorted(name for name in names if not Path(name).exists())
     if missing_files:
         typer.echo(f"names files of the repository, not in this folder: {', '.join(missing_files)}")
-    # The grids in `ablations` have no stage. The command `ablate` runs them.
+    # The first copy is the recipe itself, and a second copy is its base. Recipes in the folder
+    # `ablations` have no stage, because the command `ablate` runs them.
     stage = load_recipe(copies[0]).get("stage", "ablate")
     typer.echo(f"next: skilltrain {command_of(stage)} {copies[0]} --dry-run")
 

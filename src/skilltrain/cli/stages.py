@@ -122,6 +122,7 @@ def train(
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
+    # Settings in sections, such as training.seed, stand in the recipe or are overrides.
     execute(training_of(file, overrides), is_dry_run, resume, as_json)
 
 
@@ -211,7 +212,9 @@ def export_training_data(
     """
     from skilltrain.data.export_data import export_data
 
+    # `to="lists"` is the opposite direction: it reads texts of another tool, and writes our lists.
     summary = quietly(export_data, source, to, out, pool)
+    # The summary holds the number of lines by file, or the numbers of lists and texts.
     counts = ", ".join(f"{name} {count:,}" for name, count in summary.items())
     conclude({"out": str(out), **summary}, [f"{out}: {counts}"], as_json)
 

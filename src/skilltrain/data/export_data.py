@@ -42,23 +42,24 @@ _ORIGIN = "texts"  # origin of what was read from texts
 def export_data(
     source: Any, to: DataForm, out: Path | str, pool: Path | str | None = None
 ) -> Summary:
-    """Write training data in the form of another tool, or read such data as lists.
+    """Write training data in the form of another tool, or convert such data to lists.
 
     Args:
-        source: Folder of the data. For `lists`, a file of texts, a DataFrame, a `datasets.Dataset`
-            or a list of dicts (see `read_texts`).
-        to: The form.
+        source: Folder with the tables to write. If `to` is `lists`, a file of texts, a DataFrame, a
+            `datasets.Dataset` or a list of dicts (see `read_texts`).
+        to: The form to write. The names in capitals are tables of this package.
 
             - `pairs`, `triplets`, `tuples`: LISTS for sentence-transformers, in train.jsonl. A
               tuple has one positive and all negatives of its list.
             - `trec`: RANKINGS as runs, a file for each stage, and JUDGEMENTS as qrels.txt.
             - `beir`: QUERIES and JUDGEMENTS with the pool as a BEIR folder.
-            - `lists`: pairs, triplets or tuples of texts as LISTS, with the texts as their pool.
+            - `lists`: the other way round, pairs, triplets or tuples of texts become LISTS, and
+              their texts become the pool.
         out: Folder to write.
         pool: Folder of the SKILLS table. None: `source` has this table too.
 
     Returns:
-        Number of lines by file; for `lists` the numbers of lists and texts.
+        Number of lines by file, header lines included. For `lists`, the numbers of lists and texts.
 
     Raises:
         SkilltrainError: A table is missing, or the tables do not fit each other.
@@ -83,11 +84,21 @@ def export_data(
 
 
 def _lines_of(source: Path, form: DataForm, pool: Path) -> LinesByFile:
-    """Return the lines of each file that `export_data` writes."""
+    """Return the lines of each file that `export_data` writes.
+
+    Args:
+        source: Folder with the tables to write.
+        form: Any form but `lists`.
+        pool: Folder of the SKILLS table.
+
+    Raises:
+        SkilltrainError: A table names a query or skill that the other tables lack.
+    """
     if form == "trec":
         return _trec_lines(source)
     skills = read_skills(pool)
     try:
+        # `_texts` writes the three other forms: pairs, triplets and tuples.
         return _beir_lines(source, skills) if form == "beir" else _texts(source, skills, form)
     except KeyError as error:
         problem = f"the pool or the queries lack the id {error}"
@@ -104,18 +115,26 @@ def _texts(source: Path, skills: Iterable[Skill], form: DataForm) -> LinesByFile
         skills: Skills of the pool.
         form: `pairs`, `triplets` or `tuples`.
 
+    Returns:
+        The lines of train.jsonl. A row has the keys `anchor` (the query), `positive`, and
+        `negative_1`, `negative_2` and so on.
+
     Raises:
         KeyError: A list has an unknown query or skill.
+        SkilltrainError: There is no row to write.
     """
     queries = {query.query_id: query.text for query in read_queries(source)}
     template = SkillTemplate()
     texts = {skill.skill_id: template.render(skill) for skill in skills}
-    rows: list[dict[str, str]] = []
+    rows: list[dict[str, str]] = []  # rows to write
+    # Here `row` is a training list: a query with its candidates.
     for row in read_lists(source):
         candidates = [*zip(row["skill_ids"], row["verdicts"], strict=True)]
         positives = [texts[skill_id] for skill_id, verdict in candidates if verdict in POSITIVE]
         negatives = [texts[skill_id] for skill_id, verdict in candidates if verdict not in POSITIVE]
-        # A group is the negatives of one row.
+        # A group has the negatives of one row to write. Each positive gets a row for each group.
+        # Pairs have one group without negatives, triplets have a group for each negative, and
+        # tuples have one group with all negatives.
         groups = {"pairs": [[]], "triplets": [[text] for text in negatives], "tuples": [negatives]}
         for positive, group in product(positives, groups[form]):
             numbered = {f"negative_{number}": text for number, text in enumerate(group, 1)}
@@ -166,11 +185,14 @@ def _qrels(source: Path) -> Iterator[tuple[str, str, int]]:
 
 
 def _beir_lines(source: Path, skills: Iterable[Skill]) -> LinesByFile:
-    """Return a BEIR folder: corpus.jsonl, queries.jsonl, and qrels with a file for each split.
+    """Return the lines of the files of a BEIR folder.
+
+    The files are corpus.jsonl, queries.jsonl, and a file of judgements for each split, such as
+    qrels/train.tsv.
 
     Args:
         source: Folder with QUERIES and JUDGEMENTS.
-        skills: Skills of the pool. A description is the first line of its document's text.
+        skills: Skills of the pool. The text of a document begins with the skill's description.
 
     Raises:
         KeyError: A judgement has an unknown query.
@@ -180,12 +202,13 @@ def _beir_lines(source: Path, skills: Iterable[Skill]) -> LinesByFile:
         text = f"{skill.description}\n{skill.body}".strip()
         document = {"_id": skill.skill_id, "title": skill.name, "text": text}
         lines_by_file["corpus.jsonl"].append(json.dumps(document, ensure_ascii=False))
-    qrels_files: dict[str, str] = {}  # by query id
+    qrels_files: dict[str, str] = {}  # file of the query's judgements, by query id
     for query in read_queries(source):
         row = {"_id": query.query_id, "text": query.text}
         lines_by_file["queries.jsonl"].append(json.dumps(row, ensure_ascii=False))
         qrels_files[query.query_id] = f"qrels/{query.split}.tsv"
     for query_id, skill_id, score in _qrels(source):
+        # A new file of judgements begins with a header line.
         lines = lines_by_file.setdefault(qrels_files[query_id], ["query-id\tcorpus-id\tscore"])
         lines.append(f"{query_id}\t{skill_id}\t{score}")
     return lines_by_file
@@ -197,9 +220,13 @@ def _write_lists(verdicts_by_query: Mapping[str, dict[str, Verdict]], folder: Pa
     JUDGEMENTS has the positives only, because nobody may have judged the negatives.
 
     Args:
-        verdicts_by_query: Verdict by text, for each query by its text. A random text is added to
-            the texts of a query without a negative, because training needs one.
+        verdicts_by_query: Verdict by text, for each query by its text. A query without a negative
+            gets a random text as negative, because training needs a negative. The text is added
+            to this argument.
         folder: Folder to write to.
+
+    Returns:
+        The numbers of lists and of different texts.
     """
     texts = [*dict.fromkeys(chain.from_iterable(verdicts_by_query.values()))]
     rng = random.Random(0)
@@ -210,11 +237,14 @@ def _write_lists(verdicts_by_query: Mapping[str, dict[str, Verdict]], folder: Pa
         positives = [text for text, verdict in verdicts.items() if verdict in POSITIVE]
         for text in positives:
             judgements.append(Judgement(query_id, _id_of(text), Verdict.REQUIRED, _ORIGIN))
-        # Draw until a text is drawn that is no positive.
+        # If the query has only positives, draw texts until a text is drawn that is no positive.
+        # `setdefault` does not change the verdict of a positive. If all texts are positives, there
+        # is nothing to draw.
         while len(verdicts) == len(positives) < len(texts):
             verdicts.setdefault(rng.choice(texts), Verdict.IRRELEVANT)
         row = {"query_id": query_id, "skill_ids": [*map(_id_of, verdicts)]}
         row |= {"verdicts": [*verdicts.values()], "sources": [_ORIGIN] * len(verdicts)}
+        # The texts come from no ranking, so all ranks are 0.
         lists.append(row | {"ranks": [0] * len(verdicts)})
     write_table([Skill(_id_of(text), "", "", text) for text in texts], SKILLS, folder)
     write_table(lists, LISTS, folder)

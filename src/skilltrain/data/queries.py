@@ -130,7 +130,10 @@ class Queries(Stage):
     @field_validator("files")
     @classmethod
     def _expand_patterns(cls, files: tuple[Path, ...]) -> tuple[Path, ...]:
-        """Replace each pattern by the files that match it, so that a run records the files."""
+        """Replace each pattern by the files that match it, so that a run records the files.
+
+        The file queries.jsonl of a BEIR folder is replaced by its folder.
+        """
         expanded: list[Path] = []
         for file in files:
             matches: list[Path] = []
@@ -138,7 +141,8 @@ class Queries(Stage):
                 # `glob` takes no absolute pattern. The anchor is "/", or "" for a relative path.
                 pattern = str(file.relative_to(file.anchor))
                 matches = sorted(Path(file.anchor).glob(pattern))
-            # The judgements of a BEIR file are in the folder `qrels` beside the file.
+            # The judgements of a BEIR file are in the folder `qrels` beside the file. So read the
+            # folder, which holds both.
             elif file.name == "queries.jsonl" and (file.parent / "qrels").is_dir():
                 matches = [file.parent]
             # A pattern without matches stays, and fails when it is read.
@@ -281,15 +285,18 @@ class _QueryReader:
         # Ids of the pool's skills.
         self._pool = set(read_table(config.pool, SKILLS).column("skill_id").to_pylist())
 
-        # The table DROPPED of the pool lists its duplicates, each with the skill that is kept.
+        # The table DROPPED of the pool lists its duplicates. `other_id` is the skill that is kept.
         # `config.pool` may name the file of SKILLS. DROPPED is beside that file.
         dropped_file = table_path(config.pool, SKILLS).with_name(f"{DROPPED.name}.parquet")
         rows = read_table(dropped_file, DROPPED).to_pylist() if dropped_file.is_file() else []
         duplicates = [row for row in rows if row["filter"] == "duplicate"]
+        # Id of the kept skill by the id of its duplicate.
         self._kept_ids = {row["skill_id"]: row["other_id"] for row in duplicates}
 
+        # `read_jsonl` yields pairs of a position and a row.
         excluded = read_jsonl(config.exclude) if config.exclude else ()
         self._excluded_ids = {row.get("query_id") for _, row in excluded}
+        # Number of queries by session of the log.
         self._num_by_session = Counter[str | None]()
 
     def add(self, values: dict[str, Any], path: Path, where: str) -> None:
@@ -298,7 +305,7 @@ class _QueryReader:
         Args:
             values: The row, with values by key.
             path: File of the row.
-            where: File and row, for errors and reasons.
+            where: File and row, for errors and for the reasons of dropped queries.
 
         Raises:
             SkilltrainError: The row is no query, or has the id of an earlier row.
@@ -306,14 +313,17 @@ class _QueryReader:
         row = _validate_row(values, where)
         row_id = _optional_line(row.query_id)
         required_entries = row.skill_ids + row.required
+        # `_resolve_duplicate` returns the id of the kept skill if the entry names its duplicate.
         required = sorted({self._resolve_duplicate(entry) for entry in required_entries})
         query = self._make_query(row, row_id, required, path)
-        judged = JudgedQuery(query, self._judge(row, query, where), where)
+        # `_judge` records contradictory judgements, even if the query is dropped below.
+        judged = JudgedQuery(query, judgements=self._judge(row, query, where), where=where)
 
         # A row with the key `group_id` is a group of skills. Its id is read as the query's id.
         if "group_id" in values:
             _check_group(row_id, judged)
-        # Leave out a query that cannot be used. Add all others.
+        # Leave out a query that cannot be used. Add all others. `_NO_SKILL` stands for the skill
+        # where the whole query is dropped.
         if not query.text:
             self._drop(query, _NO_SKILL, "empty_query", f"{where} has no query text")
         elif not required:
@@ -460,22 +470,28 @@ class _QueryReader:
         return consistent
 
     def without_skipped_copies(self, judgements: Sequence[Judgement]) -> list[Judgement]:
-        """Drop skipped skills of a log that are near-duplicates of a loaded one.
+        """Drop judgements of skipped skills that are near-duplicates of a loaded skill.
 
-        Such a skill serves the request as well as the loaded skill.
+        A log of use records which skills an agent loaded for a request, and which it skipped. A
+        near-duplicate of the loaded skill serves the request too, so it is no negative.
 
         Args:
-            judgements: Judgements of all queries. Only those from a log are checked.
+            judgements: Judgements of all queries. Only judgements from a log are checked.
+
+        Returns:
+            The judgements that are kept.
         """
+        # Skills that the log loaded or skipped. `USE_ORIGIN` marks judgements from the log.
         used_ids = {row.skill_id for row in judgements if row.judge == USE_ORIGIN}
         if not used_ids:
             return [*judgements]
         skills = [skill for skill in read_skills(self._config.pool) if skill.skill_id in used_ids]
         layer = JaccardLayer()  # has the limits of the stage `filter`
         clusters = near_duplicate_clusters(skills, layer.above, layer.max_names)
-        # Skills of other queries have no cluster here.
+        # Only skills from the log have a cluster. For other skills it is None, and not used below.
         keys = [(row.query_id, clusters.get(row.skill_id)) for row in judgements]
         pairs = list(zip(keys, judgements, strict=True))
+        # Clusters with a loaded skill, each with the id of its query.
         loaded_keys = {key for key, row in pairs if row.verdict in POSITIVE}
 
         consistent: list[Judgement] = []
@@ -509,10 +525,11 @@ def _validate_row(values: dict[str, Any], where: str) -> QueryRow:
         values: The row, with values by key.
         where: File and row, for the error.
     """
-    # A row without any key of a verdict, such as `skill_ids`, is something else than a query.
+    # A query lists its judged skills under keys of `VERDICT_KEYS`, such as `skill_ids`.
     if VERDICT_KEYS.keys().isdisjoint(values):
         keys = ", ".join(map(str, list(values)[:8]))
         problem = f"is no query: no key skill_ids or required among {keys}"
+        # The key `_id` marks a row of a BEIR file, which has its judgements in other files.
         fix = "put the judgements of BEIR in a folder qrels beside it" if "_id" in values else ""
         raise SkilltrainError("invalid-row", problem, where=where, fix=fix)
     query_id = values.get("query_id")

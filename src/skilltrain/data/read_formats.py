@@ -20,12 +20,16 @@ def beir_query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     A skill with a score above 0 is required. Any other score means irrelevant.
 
+    Args:
+        folder: Folder of the queries, with their judgements in the folder qrels.
+
     Yields:
-        Pairs of the file of the judgements, for errors, and a row.
+        Pairs of a position and a row. The position names the file of the judgements and the query,
+        for error messages.
     """
     for task in beir_tasks(folder, read_beir_queries(folder)):
         query = task.query
-        gold = task.relevance.gold
+        gold = task.relevance.gold  # ids of the skills with a score above 0
         yield (
             f"{task.where}, query {query.query_id}",
             {
@@ -34,6 +38,7 @@ def beir_query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 "origin": query.origin,
                 "split": _SPLITS.get(query.split),
                 "required": [*gold],
+                # `gains` has all judged skills.
                 "irrelevant": [*task.relevance.gains.keys() - gold],
             },
         )
@@ -42,9 +47,9 @@ def beir_query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_texts(source: Any) -> dict[str, dict[str, Verdict]]:
     """Read pairs, triplets or longer rows of texts, as sentence-transformers trains on them.
 
-    As there, the order of the columns counts: a query, a positive, and any number of negatives.
-    Their names do not matter. Rows of one query become one list, and a text that one of them calls
-    positive is no negative. A negative may be missing.
+    The columns are a query, a positive, and any number of negatives, in this order. The names of
+    the columns do not matter. Rows of one query become one list. If one row has a text as positive
+    and another row as negative, the text is a positive. The value of a negative may be missing.
 
     Args:
         source: A file .jsonl, .jsonl.gz, .csv or .parquet, or rows as in `rows_of`.
@@ -53,7 +58,8 @@ def read_texts(source: Any) -> dict[str, dict[str, Verdict]]:
         Verdict by text, for each query by its text.
 
     Raises:
-        SkilltrainError: A row has no texts or other columns, or there is no row.
+        SkilltrainError: A row lacks the query or the positive, has a value that is no text, or has
+            a column that the first row lacks; or there is no row.
 
     Examples:
         >>> read_texts([{"anchor": "join PDFs", "positive": "Merges.", "negative": "Sorts."}])
@@ -66,9 +72,11 @@ def read_texts(source: Any) -> dict[str, dict[str, Verdict]]:
     columns: list[str] = []
     verdicts_by_query: dict[str, dict[str, Verdict]] = {}
     for where, row in rows:
-        columns = columns or [*row]  # of the first row
+        columns = columns or [*row]  # all rows have the columns of the first row
         values = [row.get(column) for column in columns]
+        # Each value is a text or missing. The query and the positive are not missing or empty.
         are_texts = all(isinstance(value, str | None) for value in values) and all(values[:2])
+        # The difference is the columns that the first row lacks.
         if len(columns) < 2 or row.keys() - {*columns} or not are_texts:
             problem = f"is no row of texts: {', '.join(map(str, row))}"
             fix = "the columns are a query, a positive and perhaps negatives, all of them texts"
@@ -77,6 +85,7 @@ def read_texts(source: Any) -> dict[str, dict[str, Verdict]]:
         query, positive, *negatives = [clean_text(value or "").strip() for value in values]
         verdicts = verdicts_by_query.setdefault(query, {})
         verdicts[positive] = Verdict.REQUIRED
+        # `filter` leaves out missing negatives. `setdefault` keeps the verdict of a positive.
         for negative in filter(None, negatives):
             verdicts.setdefault(negative, Verdict.IRRELEVANT)
     if not verdicts_by_query:

@@ -91,12 +91,15 @@ class UseLog:
     def __init__(self, folder: Path) -> None:
         """Create the folder, and check that files can be written into it."""
         self._folder = folder
-        # Without this random text, the addresses of clients could be guessed from the hashes.
+        # The log holds hashes of clients' addresses. They are made with this random text, because
+        # addresses could otherwise be found by hashing all of them.
         self._salt = secrets.token_hex(16)
         self._lock = Lock()
+        # Lines to write. Lines of failed writes stay here until a later write succeeds.
         self._unwritten = deque[bytes](maxlen=_MAX_UNWRITTEN)
         self._file: FileIO | None = None
         self._day = ""  # on which the file was begun
+        # A temporary file shows at the start whether the folder may be written.
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             TemporaryFile(dir=folder).close()
@@ -121,8 +124,15 @@ class UseLog:
         self._write({"loaded": skill_id})
 
     def _write(self, event: Mapping[str, Any]) -> None:
-        """Write an event as one line. After an error, the next event tries again."""
+        """Write an event as one line.
+
+        If the write fails, the line is kept and written before the next event.
+
+        Args:
+            event: Values of the event. The time and the session are added here.
+        """
         day = time.strftime("%Y%m%d", time.gmtime())
+        # A session is a client on one day. The log gets only a hash, so it shows no address.
         client = f"{self._salt}/{day}/{CLIENT.get()}"
         session = hashlib.sha256(client.encode()).hexdigest()[:16]
         row = {"time": round(time.time(), 3), "session": session, **event}
@@ -130,14 +140,16 @@ class UseLog:
         with self._lock:
             self._unwritten.append(line)
             try:
-                # Events of a time when the disk was full come first.
+                # The oldest lines come first: an earlier error, such as a full disk, may have left
+                # some unwritten.
                 while self._unwritten:
                     self._append(self._unwritten[0], day)
                     self._unwritten.popleft()
             except OSError as error:
                 # The next event begins a new file, because this file may end in half a line.
                 self._file = None
-                # A full disk fails every event. Only the first one gets a message.
+                # With a full disk, every write fails. If only one line is unwritten, this failure
+                # is the first, and only the first gets a message.
                 if len(self._unwritten) == 1:
                     say(f"{self._folder}: cannot write the log: {reason_of(error)}")
 
@@ -207,7 +219,13 @@ class LoggedRequest:
 
 
 def read_requests(folder: Path) -> list[LoggedRequest]:
-    """Read the requests of a log, in order of their files.
+    """Read the requests of a log, each with the skills that its client then loaded.
+
+    Args:
+        folder: Folder of the log.
+
+    Returns:
+        Requests, session after session. Those of a session are in order of time.
 
     Raises:
         SkilltrainError: There is no log, or a line is no event.
@@ -219,12 +237,17 @@ def read_requests(folder: Path) -> list[LoggedRequest]:
     requests_by_session: dict[str, list[LoggedRequest]] = {}
     for where, event in chain.from_iterable(map(_read_events, files)):
         requests = requests_by_session.setdefault(event.session, [])
+        # An event is an answer to a request, or a load: a client then loaded a skill.
         if event.loaded:
             _add_load(event, requests)
         else:
             text = one_line(event.query)
-            shown = [*event.skills]
-            requests.append(LoggedRequest(text, where, event.session, event.time, shown))
+            shown = [*event.skills]  # ids in order of rank
+            requests.append(
+                LoggedRequest(
+                    text=text, where=where, session=event.session, time=event.time, shown=shown
+                )
+            )
     return list(chain.from_iterable(requests_by_session.values()))
 
 

@@ -188,7 +188,8 @@ def refusals(
 ) -> list[Row]:
     """Return how well each system refuses the queries that no skill serves, by cross-validation.
 
-    Features are the score of a skill and its lead.
+    The features of a skill are its score, and its lead: how far the score is above the best other
+    score of the ranking.
 
     Args:
         stages_by_system: For each system, the rankings of each of its rankers in order.
@@ -200,6 +201,7 @@ def refusals(
     Returns:
         A row for each system: the values of `cross_validate`.
     """
+    # Spread the unserved queries evenly over the folds. They follow the tasks: [request].
     folds = np.append(task_folds, np.arange(len(unserved)) % NUM_FOLDS)
     no_skill = Relevance(frozenset(), {})
     rows: list[Row] = []

@@ -133,6 +133,10 @@ class Evaluate(Stage):
 
     @model_validator(mode="after")
     def _check_copies(self) -> "Evaluate":
+        """Check that the settings have the inputs that the measures need.
+
+        COPIES and JUDGED are the endings of names of measures, as in "Hit@1 (copies)".
+        """
         for name in self.measures:
             if name.endswith(COPIES) and self.clusters is None:
                 problem = f"{name} counts near-duplicates of gold skills"
@@ -164,11 +168,18 @@ class Evaluate(Stage):
 
     @property
     def scored(self) -> tuple[Measure, ...]:
-        """All measures: with `clusters` also those with copies, with `verdicts` Hit@1 (judged)."""
+        """All measures: those of the settings, and those that need an optional input.
+
+        With `clusters`, each measure has a variant in which copies (near-duplicates) of gold skills
+        count as gold. With `verdicts`, there is Hit@1 (judged), in which skills that people judged
+        to serve the query count as gold.
+        """
         measures = parse_measures(self.measures)
         if self.clusters is not None:
+            # Keep each measure, and add its variant for copies.
             measures = with_copies(measures)
         judged_measures = [parse_measure(f"Hit@1{JUDGED}")] if self.verdicts else []
+        # The settings may name these measures too, so remove duplicates.
         return tuple(dict.fromkeys([*measures, *judged_measures]))
 
     @property
@@ -273,7 +284,10 @@ def _load(config: Evaluate) -> _Data:
     """Load the inputs, and check them before anything is ranked.
 
     Args:
-        config: Settings.
+        config: Settings of the stage.
+
+    Returns:
+        The tasks, the pools that are ranked for them, and the predictions.
 
     Raises:
         SkilltrainError: There is nothing to score or no pool to rank, the pool lacks a gold skill,
@@ -281,19 +295,21 @@ def _load(config: Evaluate) -> _Data:
     """
     benchmark = load_benchmark(config.benchmark, config.split)
     _check_has_work(config, benchmark)
-    # Without the setting `pool`, the pool of the benchmark itself is ranked.
+    # The skills of the setting `pool`. Without this setting, the benchmark's own pool is ranked.
     skills = None if config.pool is None else read_pool(config.pool)
     pools = []
     tiers = []
     skills_by_id = {}
-    # Each tier is ranked over one pool: its own, or the given pool with the tier's gold skills
-    # added. A benchmark without tiers counts as its only tier.
+    # A tier is a part of a benchmark with a pool of its own, such as SkillRouter's easy pool.
+    # A benchmark without tiers counts as its only tier.
     for tier in benchmark.tiers_or_self:
         pool = {skill.skill_id: skill for skill in tier.pool}
+        # A given pool replaces the tier's own pool, and gets the gold skills that it lacks.
         if skills is not None:
             pool = tier.with_gold(skills)
         pools.append(pool)
-        # `check_pool` needs a pool. Predictions can also be scored without a pool.
+        # `check_pool` returns the tier without the gains of non-gold skills that the pool lacks.
+        # Predictions can also be scored without a pool.
         tiers.append(check_pool(tier, pool.keys()) if pool else tier)
         skills_by_id |= pool
     benchmark = join_tiers(tiers)
@@ -307,16 +323,23 @@ def _load(config: Evaluate) -> _Data:
 
 
 def _check_has_work(config: Evaluate, benchmark: Benchmark) -> None:
-    """Check that there is something to score, and that systems have pools to rank.
+    """Check that there is something to score, and that there are pools where they are needed.
+
+    Systems rank a pool. The sheet, on which people judge skills, shows the texts of a pool.
 
     Args:
-        config: Settings.
+        config: Settings of the stage.
         benchmark: Tasks, with the pool of each tier if the benchmark has one.
+
+    Raises:
+        SkilltrainError: There are neither systems nor predictions, or a pool is missing.
     """
     if not config.systems and not config.predictions:
         problem = "there is nothing to evaluate: give systems or predictions"
         raise SkilltrainError("nothing-to-score", problem)
+    # `tiers_or_self` holds the tiers, or the benchmark itself if it has no tiers.
     has_pools = config.pool is not None or all(tier.pool for tier in benchmark.tiers_or_self)
+    # `sheet_depth` is above 0 if the stage writes a sheet.
     if (config.systems or config.sheet_depth) and not has_pools:
         problem = "systems need a pool to rank, and a sheet shows its texts"
         raise SkilltrainError("missing-pool", problem, fix="give pool=…")
@@ -594,7 +617,11 @@ def _refusal_notes(rows: Sequence[Row]) -> list[str]:
     """Write sentences for each system about the queries that it answers and refuses.
 
     Args:
-        rows: Rows of `refusals`.
+        rows: Rows of `refusals`, one for each system. A share prints as a rate with its interval,
+            and its `n` is the number of queries that it is computed from. `exact_set` is the share
+            of queries with a skill whose predicted skills are exactly the gold skills. `separation`
+            is the probability that a query with a skill has a higher best score than a query that
+            no skill serves.
     """
     return [
         f"{row['system']}: a threshold from other folds answers {row['answered_unserved']} of the "

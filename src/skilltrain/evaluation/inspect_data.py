@@ -148,8 +148,17 @@ def inspect_queries(folder: Path, out: Path | None) -> dict[str, Any]:
 
 
 def _page_path(folder: Path, out: Path | None) -> Path:
-    """Return the file of a page: `out`, or a file beside the folder that the page is about."""
+    """Return the file of a page: `out`, or a file beside the folder that the page is about.
+
+    Args:
+        folder: Folder of the lists or queries, as an absolute path without links.
+        out: The file; None for a file beside the folder, such as `lists.html` for `lists`.
+
+    Raises:
+        SkilltrainError: The file is inside the folder.
+    """
     page = out or folder.with_name(f"{folder.name}.html")
+    # The folder is an input, so the page must not be written into it.
     if folder in page.resolve().parents:
         problem = "is inside the folder of the lists or queries, and would change this input"
         raise SkilltrainError("overwrites-input", problem, where=page, fix="set --out")

@@ -195,6 +195,7 @@ class Report:
 
     def to_json(self) -> dict[str, Any]:
         """Return the report as JSON values, without the values of single queries."""
+        # Every kind of analysis is a key. A kind that was not computed has an empty list.
         analysis = {kind: [] for kind in ANALYSES} | {**self.analysis}
         return to_jsonable_python(
             {

@@ -15,12 +15,13 @@ _MAX_SKILLS = 500  # that the page lists for a system
 def first_skills(report: Report, result: SystemResult) -> list[tuple[str, Counter[str]]]:
     """Count which skills are ranked first for the requests of each gold skill.
 
-    A right request counts under the gold skill itself, and an empty ranking under "nothing". For
-    example, ("pdf-merge", {"pdf-merge": 3, "pdf-split": 1}) is a skill with four requests, of which
-    three are right.
+    A request is right if any of its gold skills is ranked first. A right request counts under each
+    of its gold skills, and a request with an empty ranking under "nothing". For example,
+    ("pdf-merge", {"pdf-merge": 3, "pdf-split": 1}) is a skill with four requests. Three are right,
+    and "pdf-split" is ranked first for the fourth request.
 
     Args:
-        report: Report with the queries and their gold skills.
+        report: Report with the queries and their gold skills, which are the skills to find.
         result: Rankings of one system.
 
     Returns:
@@ -32,6 +33,7 @@ def first_skills(report: Report, result: SystemResult) -> list[tuple[str, Counte
         gold = report.relevance_for(query_id, ranking).gold
         first_id = ranking[0] if ranking else "nothing"
         for skill_id in gold:
+            # If the request is right, count the gold skill, even if another gold skill is first.
             counts_by_skill[skill_id][skill_id if first_id in gold else first_id] += 1
 
     def sort_key(item: tuple[str, Counter[str]]) -> tuple[int, str]:

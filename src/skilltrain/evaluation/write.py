@@ -117,7 +117,13 @@ def _common_values(report: Report) -> dict[str, Any]:
 
 
 def _meanings(measures: Sequence[str]) -> dict[str, str]:
-    """Return the meaning of each measure by its name without cutoff and copies, such as `Hit`."""
+    """Return the meaning of each measure by its bare name.
+
+    The bare name has neither cutoff nor suffix: `Hit@1 (copies)` becomes `Hit`.
+
+    Args:
+        measures: Names of measures, such as `Hit@1 (copies)`.
+    """
     meanings = {}
     for measure in measures:
         name = parse_measure(measure).name

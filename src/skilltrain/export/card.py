@@ -165,11 +165,12 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         published: Facts that only the user knows, such as the licence and the name on the Hub.
 
     Raises:
-        SkilltrainError: No system of a report uses the run.
+        SkilltrainError: A report of `published` does not evaluate this model.
     """
     from huggingface_hub import ModelCard
 
-    # The class of sentence-transformers that opens the model.
+    # The class of sentence-transformers that opens the model. The first is for an encoder that
+    # returns one vector per text.
     class_name = "SentenceTransformer"
     if isinstance(record.settings, RerankerSettings):
         class_name = "CrossEncoder"
@@ -185,12 +186,14 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         for metric, estimate in record.summary.get("dev", {}).items()
     ]
     for report in published.reports:
+        # A report is the folder of an evaluation. Its systems name the runs that they use.
         results += _report_results(report, record.run or Path())
 
     base = published.base_model or record.recipe["model"]["source"]
     data = _card_data(model_class, results, base, published.license)
     if published.base_model:
-        # The user gave this name, so the card lists it without a check.
+        # `_card_data` leaves out a base model that may be a local folder. The user's own name of
+        # the base model is always listed.
         data.base_model = published.base_model
     data.tags += _tags_of(record, class_name)
     # `shareable` removes parent folders from paths, because they may name a user.
@@ -202,6 +205,7 @@ def model_card(record: RunRecord, published: Published = Published()) -> str:
         "model_class": class_name,
         "name": published.repo or ".",
         "base": shareable(base).removeprefix("package:"),
+        # Fields of a skill that the model reads, such as its name and its body.
         "fields": FIELDS_SEEN[record.settings.template.skill.fields],
         "inputs": _inputs(run_record),
         "provenance": run_record.get("provenance"),
@@ -266,9 +270,9 @@ def _card_data(
     """Return the front matter of a card.
 
     Args:
-        model_class: Class that opens the model.
-        results: Results of all systems; those with the model are listed.
-        base: Source of the base model.
+        model_class: Task and tags on the Hub of the class that opens the model.
+        results: Results of all systems. Only results of systems that use the model are listed.
+        base: Source of the base model: a name on the Hub or a local folder.
         license: Licence id of the Hub.
     """
     from huggingface_hub import EvalResult, ModelCardData
@@ -280,6 +284,8 @@ def _card_data(
             dataset_name=result.benchmark,
             metric_type=result.metric,
             metric_value=round(result.estimate["mean"], 4),
+            # The client merges results of the same data set and configuration. The name of the
+            # system keeps the results of different systems apart.
             dataset_config=f"{result.benchmark}: {result.system}",
             metric_name=result.metric,
         )

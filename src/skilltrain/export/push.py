@@ -95,9 +95,9 @@ def push_files(
 
     Args:
         paths: Files by their name in the repository. One of them is README.md.
-        published: Name of the repository on the Hub.
+        published: Facts of the publication. Only `repo` is used here: the name on the Hub.
         options: How to write to the repository.
-        kind: Content of the repository.
+        kind: Content of the repository, such as a model or a data set.
 
     Returns:
         `url` (None if nothing was sent), `files` (size in bytes by name) and `card`.
@@ -193,14 +193,18 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
     """Raise SkilltrainError for the first text that contains a likely key or password.
 
     Args:
-        paths: Files by their name in the repository. Weights and vectors hold no text.
+        paths: Files by their name in the repository. Weights and vectors are not searched, because
+            they hold no text.
     """
     for name, path in paths.items():
         is_table = path.suffix in _TABLE_READERS
+        # A table has a text for each row, so `number` is then the number of the row.
         for number, text in enumerate(_texts_in(path), 1):
+            # `likely_secrets` finds keys, tokens, all passwords in URLs, and keys after a name.
             secrets = [*likely_secrets(text)]
             if is_table:
-                # Skills show passwords as examples, so only keys and tokens count in a table.
+                # Skills show passwords as examples. `secret_spans` finds only keys, tokens and
+                # database URLs that look real.
                 secrets = [text[start:end] for start, end in secret_spans(text)]
             if secrets:
                 where = f"{name}, row {number}" if is_table else name
@@ -210,9 +214,13 @@ def _check_no_secret(paths: Mapping[str, Path]) -> None:
 
 
 def _texts_in(path: Path) -> Iterator[str]:
-    """Yield the text of a file, or a text for each row of a table. Other files hold none."""
+    """Yield the text of a file, or a text for each row of a table.
+
+    Other files, such as weights, hold no text.
+    """
+    # stems.json holds the single words of a search index. The skills' texts are read from a table.
     if path.name == "stems.json":
-        return  # single words of an index of skills, whose texts are in a table
+        return
     if path.suffix in _TEXT_SUFFIXES:
         yield path.read_text(encoding="utf-8")
     elif path.suffix in _TABLE_READERS:
@@ -281,9 +289,18 @@ def upload(
 
 
 def _refusal(error: Exception, step: str, repo: str) -> SkilltrainError:
-    """Return the error for a Hub that refuses a step, such as `upload`, without the token."""
+    """Return the error for a step that the Hub refuses.
+
+    The message of the error leaves out the user's token.
+
+    Args:
+        error: Error of the Hub's client.
+        step: What the Hub refused, such as `upload`.
+        repo: Name on the Hub, OWNER/NAME.
+    """
     from huggingface_hub import get_token
 
+    # The client's errors have the Hub's own message, which is the most helpful.
     message = getattr(error, "server_message", None) or str(error) or type(error).__name__
     token = get_token()
     if token:
@@ -357,15 +374,19 @@ def _check_repository(
         options: How to write to the repository.
         kind: Content that is to be uploaded.
     """
+    # A repository with only a README.md is replaced only if the user asks for that.
     if names == {"README.md"} and not options.into_existing:
         problem = "the repository exists and holds a README.md"
         fix = "add --into-existing to replace it, or choose another --repo"
         raise SkilltrainError("repository-taken", problem, where=repo, fix=fix)
+    # Other files may be replaced only if `marker` is among them: skilltrain writes this file with
+    # all content of this kind.
     if names - {"README.md"} and kind.marker not in names:
         problem = (
             f"the repository is taken: it holds something else than a {kind.noun} of skilltrain"
         )
         raise SkilltrainError("repository-taken", problem, where=repo, fix="choose another --repo")
+    # A push does not change who may see a repository: `public` and `is_private` must be opposites.
     if options.public == is_private:
         visibility = "private" if is_private else "public"
         problem = f"the repository is {visibility}, and stays so"

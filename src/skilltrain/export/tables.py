@@ -59,8 +59,8 @@ def push_tables(
     """Upload tables of stages to the dataset repository `published.repo` on the Hub.
 
     Args:
-        tables: Tables by name, as `find_tables` returns them. The skills are sent only if their
-            table is among them.
+        tables: Tables by name, as `find_tables` returns them. Training lists refer to skills by id,
+            and the table of these skills is not added automatically.
         folders: Folders of these tables, with the records of the stages that wrote them.
         published: Name and licence of the repository.
         options: How to write to the repository.
@@ -71,6 +71,7 @@ def push_tables(
     Raises:
         SkilltrainError: A table holds a secret, or the Hub refuses the upload.
     """
+    # With --no-bodies, the column `body` is left out.
     if options.no_bodies and SKILLS.name in tables:
         tables = tables | {SKILLS.name: tables[SKILLS.name].drop_columns(["body"])}
     # `shareable` removes parent folders from paths, because they may name a user.
@@ -78,6 +79,7 @@ def push_tables(
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         for name, table in tables.items():
             pq.write_table(table, Path(scratch, f"{name}.parquet"))
+        # `marker` is a file name. Later pushes recognise a data set of skilltrain by this file.
         write_json(Path(scratch, _DATASET.marker), records)
         write_card(
             Path(scratch, "README.md"),

@@ -49,8 +49,11 @@ def _template(text: str) -> jinja2.Template:
     """Return the Jinja2 template in a text. A placeholder without a value is an error."""
     # The sandbox keeps a template of a stranger from running code.
     environment = ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined)
+    # With this filter, a template writes a language in words: `{{ lang | named("the material") }}`
+    # becomes "English" for the code `en`.
     environment.filters["named"] = language_phrase
     tree = environment.parse(text)
+    # Refuse parts of the syntax that could use much memory or time, such as calls.
     _check_parts(tree)
     return environment.from_string(tree)
 
@@ -137,7 +140,8 @@ def _placeholder_fault(
     Args:
         texts: The prompt: two templates, under the keys `system` and `user`.
         values: An example value for each placeholder that a prompt may use.
-        required: For each placeholder that the prompt must use, a text of its example value.
+        required: For each placeholder that the prompt must use, a text that the messages contain if
+            the prompt uses the placeholder. The text is a part of the example value.
     """
     # A wrong syntax or an unknown placeholder raises TemplateError. Other errors come from
     # expressions, such as {{ count[0] }}.

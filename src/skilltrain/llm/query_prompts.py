@@ -170,18 +170,21 @@ class PromptFileConfig(AskConfig):
     def questions_with(
         self, llm: LLM, asks: Sequence[Ask], prompt: Prompt, file: Path | None
     ) -> Questions[Ask, Any]:
-        """Return the questions of a prompt, with the messages of a file if there is one.
+        """Return the questions to the chat model, one for each entry of `asks`.
+
+        If there is a file, its templates replace the messages of `prompt`.
 
         Args:
             llm: The chat model.
-            asks: What to ask about.
-            prompt: Our prompt. It also says how answers are read, even with a file.
-            file: YAML file with the templates of the messages. None: our messages.
+            asks: What to ask about: queries, with the texts that belong to them.
+            prompt: Our prompt. Its function `read` reads the answers, with or without a file.
+            file: YAML file with templates of the system message and the user message, or None.
         """
         questions = questions_of(self, llm, prompt, asks)
         templates = self.read_prompt_file(file)
         if templates is None:
             return questions
+        # Only the messages change. The model, the seeds and the reading of answers stay.
         return replace(
             questions, prompt=lambda ask: render_messages(templates, self.prompt_values(ask))
         )

@@ -97,15 +97,21 @@ class InfoNCE(Loss):
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
         """Return the loss, summed over queries.
 
-        A positive is a pair of a query and a relevant skill. The settings choose one of four
-        variants:
-            push_share: a loss without rejected skills, and a loss against them.
+        A positive is a pair of a query and a relevant skill. A rejected skill is one that a judge
+        refused for the query. The settings choose one of four variants:
+            push_share: a contrastive loss that leaves out rejected skills, plus a loss that pushes
+                them away from the query.
             One direction: queries are contrasted with skills.
             More directions, partition joint: all directions have one common denominator.
             More directions, partition per_direction: the mean of one loss per direction.
+
+        Args:
+            batch: Scores of queries and candidates. `valid` marks the candidates that take part.
         """
-        # Leave out the negatives that `negatives` does not name.
+        # For each value of the setting `negatives`, the mask of the candidates that it keeps. A
+        # query's own candidates are those of its training list.
         is_chosen = {"all": batch.valid, "own": batch.is_own, "in_batch": ~batch.is_own}
+        # Positives are always kept.
         is_kept = batch.is_positive | is_chosen[self.negatives]  # [query, candidate]
         batch = replace(batch, valid=batch.valid & is_kept)
 
@@ -116,11 +122,13 @@ class InfoNCE(Loss):
         if self.partition == "joint":
             return contrast(batch, self.temperature, self._log_extra_terms(batch))
 
-        # per_direction: a skill is contrasted with queries, and a query is contrasted with skills.
-        # The logarithm of the sum of e^{score/temperature} over the negatives of each positive.
+        # per_direction: compute a loss of skills against queries, and a loss of queries against
+        # skills. The negatives of a skill are other queries. `log_negatives` holds the logsumexp of
+        # their scores, divided by the temperature.
         log_negatives = self._log_negatives(batch)["skill_to_query"]  # [positive]
+        # `batch.scores` gives the score of the positive pair itself, which both directions share.
         skill_to_query_loss = weighted_cross_entropy(
-            log_negatives, batch, batch.scores, self.temperature
+            log_negatives, batch, scores=batch.scores, temperature=self.temperature
         )
         query_to_skill_loss = contrast(batch, self.temperature)
         return (query_to_skill_loss + skill_to_query_loss) / 2

@@ -30,15 +30,25 @@ class SpreadOut(Loss):
         return Needs(vectors=True, directions=True)
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """Return a penalty on large cosines between different queries, and different skills.
+
+        Returns:
+            A sum of mean squared cosines: for each query the mean over other queries, and for each
+            of its positives the mean over other skills.
+        """
         vectors = batch.vectors
+        # `is_positive` is [query, skill]. `column` is the skill of each positive pair.
         _, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
-        # For each direction, the vectors of the rows and of the columns that are compared.
+        # Vectors to compare, by direction: rows [row, dim] with columns [column, dim]. The rows of
+        # skill_to_skill are the positive skills, like the rows of its `batch.negatives`.
         sides: dict[Direction, tuple[Tensor, Tensor]] = {
             "query_to_query": (vectors.queries, vectors.all_queries),
             "skill_to_skill": (vectors.skills[column], vectors.skills),
         }
         total = batch.scores.new_zeros(())
         for direction, (rows, columns) in sides.items():
+            # True if the two are compared. Queries with a common answer are not, nor skills of
+            # the query's own list.
             is_other = batch.negatives[direction]  # [row, column]
             squares = cosines(rows, columns).square() * is_other  # [row, column]
             # A row that is compared with nothing has the mean 0.

@@ -48,8 +48,15 @@ class WeightedSum(Loss):
         return Needs(*map(any, zip(*flags, strict=True)))
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
+        """Return the weighted sum, and record the value of each part without its weight.
+
+        Args:
+            batch: Scores of the model, with everything that one of the parts reads.
+        """
         total = batch.scores.new_zeros(())
         for name, part in self.parts.items():
+            # `needs` says what a loss reads, such as teacher scores. A part that reads no teacher
+            # scores also gets the candidates without a teacher score.
             value = part.loss(batch.for_needs(part.loss.needs))
             batch.record(name, value)
             total = total + part.weight * value

@@ -89,14 +89,18 @@ def separation(above: Sequence[float], below: Sequence[float], seed: int = SEED)
     rng = np.random.default_rng(seed)
     above_counts = _draw_counts(rng, len(above), RESAMPLES)  # [resample, value]
     below_counts = _draw_counts(rng, len(below), RESAMPLES)
-    # Add the wins of each resample. A pair counts as often as its two values were drawn.
+    # Add the wins of all pairs in each resample. The weight of a pair is (number of draws of its
+    # first value) x (number of draws of its second value).
     sums = np.einsum("da,ab,db->d", above_counts, wins, below_counts, optimize=True)  # [resample]
     low, high = np.quantile(sums / wins.size, QUANTILES).tolist()
     return Interval(float(wins.mean()), low, high, len(above) + len(below))
 
 
 def _draw_counts(rng: np.random.Generator, size: int, num_resamples: int) -> np.ndarray:
-    """Return how often each of `size` values is drawn: [resample, value]."""
+    """Return how often each of `size` values is drawn in each resample: [resample, value].
+
+    A resample has `size` draws with replacement.
+    """
     return rng.multinomial(size, np.full(size, 1 / size), num_resamples)
 
 
@@ -223,7 +227,7 @@ def _intervals(
     """
     ends = np.quantile(means, QUANTILES, axis=0)  # [low and high, column]
     rows = np.vstack([values.mean(axis=0), ends])  # mean, low and high of each column
-    # A rounding error must not leave the range of the values.
+    # Rounding must not push the mean or an end out of the range of the values.
     rows = np.clip(rows, values.min(axis=0), values.max(axis=0))
     return tuple(Interval(mean, low, high, len(values)) for mean, low, high in rows.T.tolist())
 

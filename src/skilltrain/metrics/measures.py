@@ -171,8 +171,11 @@ def precision(ranking: Sequence[str], relevance: Relevance, k: int) -> float:
 def average_precision(ranking: Sequence[str], relevance: Relevance, k: int | None = None) -> float:
     """mean over the gold skills of the precision at the rank of each, 0 for a skill below place k
     or outside the ranking.
+
+    The precision at a rank is the share of gold skills among the skills down to this rank. For
+    example, two gold skills at the ranks 1 and 4 give (1/1 + 2/4) / 2.
     """
-    num_gold = 0
+    num_gold = 0  # gold skills found so far
     total = 0.0
     for rank, skill_id in enumerate(ranking[:k], 1):
         if skill_id in relevance.gold:
@@ -238,7 +241,8 @@ def parse_measure(text: str) -> Measure:
     measure_names = plugin_paths("measure")
     is_import_path = ":" in name  # a measure of the user, as `module:function`
     is_known = is_import_path or name in measure_names
-    # `MAP` can be written with and without a cutoff. All others can only be written one way.
+    # A name with a cutoff, such as `nDCG@10`, is valid if the measure has a cutoff. A name without
+    # a cutoff is valid if the measure does not require a cutoff. Only `MAP` allows both forms.
     if is_known and (has_cutoff(name) if cutoff else not needs_cutoff(name)):
         return Measure(name, int(cutoff or 0), accepts or "")
 
@@ -350,7 +354,8 @@ def evaluate_query(
 
     values = {}
     for measure in measures:
-        # A skill that does the same as a gold skill counts as gold.
+        # Some skills count in the place of a gold skill: its alternatives, and the skills that the
+        # measure accepts (`copies` or `judged`). Make them gold before the measure is computed.
         value = measure(ranking, resolve_alternatives(ranking, relevance, measure.accepts))
         if value is not None:  # None: the measure is not defined for this query
             values[str(measure)] = value
@@ -394,19 +399,22 @@ def resolve_alternatives(
     """Replace each gold skill by the first skill in `ranking` that can take its place.
 
     The gold skill itself and its alternatives can take its place, and the skills that `accepts`
-    names. If the ranking has none of these skills, the gold skill stays.
+    names. If the ranking has none of these skills, the gold skill stays. For example, if a copy of
+    the gold skill `a` is ranked above `a`, the copy becomes gold and `a` does not stay gold.
 
     Args:
         ranking: Ranked skill ids.
         relevance: The skills that the query asks for.
-        accepts: `copies` or `judged`: the skills of this field of `relevance` can take the place of
-            a gold skill too.
+        accepts: Field of `relevance` whose skills can take the place of a gold skill too: `copies`
+            (near-duplicates) or `judged` (skills that readers found to serve the query). Empty:
+            neither.
 
     Returns:
-        A relevance without alternatives, copies and judged skills.
+        A relevance with the new gold skills and their gains. Its fields `alternatives`, `copies`
+        and `judged` are empty. If no skill can take the place of another, `relevance` itself.
     """
-    # The gold skill by each skill that can take its place. A skill that is an alternative and
-    # a copy counts as an alternative.
+    # The gold skill by each skill that can take its place. A skill may be in both fields. Then its
+    # entry in `alternatives` counts, because the later dict wins.
     gold_by_replacement = relevance.alternatives
     if accepts:
         gold_by_replacement = {**getattr(relevance, accepts), **relevance.alternatives}
@@ -422,8 +430,8 @@ def resolve_alternatives(
             first_replacements.setdefault(gold_id, skill_id)
 
     gold = frozenset(first_replacements.get(gold_id, gold_id) for gold_id in relevance.gold)
-    # The replacement gets the gain of its gold skill, also if it has a gain itself. All other gains
-    # stay.
+    # The replacement gets the gain of its gold skill, even if it has a gain of its own. Other
+    # skills keep their gains.
     gains = {key: gain for key, gain in relevance.gains.items() if key not in relevance.gold}
     for gold_id in relevance.gold:
         gains[first_replacements.get(gold_id, gold_id)] = relevance.gains[gold_id]

@@ -125,10 +125,12 @@ def fit_skill_probability(requests: Sequence[ScoredRequest]) -> Logistic:
 def fit_answer_probability(requests: Sequence[ScoredRequest]) -> Logistic:
     """Fit the probability that any skill serves a request, from the features of the first skill."""
     num_features = requests[0].features.shape[1]
-    # An answer to a missed request would not help. Without a ranking there is no answer.
+    # Leave out requests without ranked skills, which cannot be answered. Also leave out requests
+    # whose right skill is not among the first ones (`is_missed`): an answer would not help them.
     used_requests = [item for item in requests if len(item.features) and not item.is_missed]
     rows = [request.features[0] for request in used_requests]
     labels = [request.num_gold > 0 for request in used_requests]
+    # Without rows, `reshape` still makes an array with two dimensions: [0, feature].
     return fit_logistic(np.reshape(rows, (len(rows), num_features)), np.array(labels))
 
 
@@ -139,14 +141,16 @@ def limit_refusals(served: np.ndarray, general: np.ndarray, max_refused: float) 
     of the served requests are refused.
 
     Args:
-        served: [request] Confidence for requests that some skill serves.
-        general: [request] Confidence for general requests.
-        max_refused: Share of the served requests.
+        served: [request] Confidence for requests that some skill serves, the served requests.
+        general: [request] Confidence for general requests, which no skill serves.
+        max_refused: Share of the served requests, at most `MAX_REFUSED`.
     """
-    # Requests below a threshold are refused. These two refuse the two shares of served requests.
+    # Requests whose confidence is below the threshold are refused. The first value here refuses
+    # the share `max_refused` of the served requests, the second value the share `MAX_REFUSED`.
     thresholds = np.quantile(served, [max_refused, MAX_REFUSED], method="lower")
     # This threshold answers at most the share `_MAX_GENERAL_ANSWERED` of general requests.
     general_threshold = np.quantile(general, 1 - _MAX_GENERAL_ANSWERED, method="higher")
+    # `clip` returns a value between the two thresholds: the nearest to `general_threshold`.
     return float(np.clip(general_threshold, *thresholds))
 
 
@@ -200,7 +204,7 @@ def _penalized_cross_entropy(
 ) -> tuple[float, np.ndarray]:
     """Return the cross-entropy of a logistic regression with an L2 penalty, and its gradient.
 
-    The penalty keeps weights finite if they can separate right answers from wrong ones.
+    If the features separate the labels perfectly, weights without a penalty grow without bound.
 
     Args:
         weights: [feature + 1] The last one is the intercept, which has no penalty.
@@ -214,7 +218,7 @@ def _penalized_cross_entropy(
     logits = inputs @ weights  # [row]
     positive_logits = logits[labels]  # of the positive rows
     entropy = np.logaddexp(0, logits).mean() - positive_logits.sum() / len(inputs)
-    # The intercept becomes 0 here, so that it adds nothing to the penalty.
+    # In this copy of the weights the intercept is 0, so it adds nothing to the penalty.
     penalized_weights = np.append(weights[:-1], 0.0)
     penalty = _L2 / 2 * penalized_weights @ penalized_weights
 
@@ -230,9 +234,10 @@ def _penalized_cross_entropy(
 def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray:
     """Assign queries to folds. Queries for skills of the same author are in the same fold.
 
-    The author is the first part of a skill's id: `anna` of `anna/pdf-merge`. If the queries are for
-    fewer authors than there are folds, only queries that share a gold skill stay together. Groups
-    of queries go to the fold with the fewest queries, in random order.
+    The author is the first part of a skill's id: `anna` of `anna/pdf-merge`. A query for skills of
+    several authors links these authors into one group. If this gives fewer groups than folds, only
+    queries that share a gold skill form a group. Groups go to the fold with the fewest queries, in
+    random order.
 
     Args:
         tasks: The queries and their gold skills.
@@ -245,9 +250,11 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
     Raises:
         SkilltrainError: Shared gold skills link all queries.
     """
+    # Name of the group of each query. Queries with the same name are in the same fold.
     groups = _linked_groups(tasks, _author_of)
     if len(set(groups)) < num_folds:
-        groups = _linked_groups(tasks, str)  # the skill ids themselves
+        # `str` leaves a skill id as it is, so queries are linked by skill instead of by author.
+        groups = _linked_groups(tasks, str)
     group_sizes = Counter(groups)
     num_folds = min(num_folds, len(group_sizes))
     # Cross-validation needs a fold to fit on and another one to measure.
@@ -363,7 +370,8 @@ def cross_validate(
         answered. `refused_served`: share of the others that are refused. `exact_set`: share of the
         others whose predicted skills are the gold skills. `calibration_error`: error of the
         probability that the first skill is right. `separation`: probability that a request with a
-        skill has a higher best score than one without. And `risk_coverage`: see this function.
+        skill has a higher best score than one without. `risk_coverage`: the return value of the
+        function `risk_coverage`, in place of an interval.
     """
     # One value for each request.
     answered: list[bool] = []
@@ -371,13 +379,16 @@ def cross_validate(
     confidence: list[float] = []
     best_scores: list[float] = []
     for request, rule in zip(requests, fit_out_of_fold(_fit_rule, requests, folds), strict=True):
+        # `rule.fits` is a model of whether any skill serves the request. It reads the first skill.
         fit_probability = rule.fits.first_probability(request.features)
         is_answered = len(request.features) > 0 and fit_probability >= rule.threshold
+        # `rule.serves` is a model of whether a certain skill serves the request.
         probabilities = rule.serves.probabilities(request.features)  # [skill]
         answered.append(is_answered)
         exact.append(is_answered and predicts_gold(probabilities, request))
         confidence.append(max(probabilities, default=0.0))
-        # The first feature of the first skill is its score. An empty ranking scores lowest.
+        # Column 0 of the features is the score. The slice `:1` takes the first skill, or no skill
+        # if the ranking is empty, and then the best score is -inf.
         best_scores.append(max(request.features[:1, 0], default=-math.inf))
 
     is_served = np.array([request.num_gold > 0 for request in requests])
@@ -413,8 +424,9 @@ def calibration_error(
 ) -> Interval:
     """Return the expected calibration error, over ten bins of equally many answers.
 
-    It is the mean difference between confidence and accuracy of the bins (Naeini et al. 2015; bins
-    of equal mass: Nixon et al. 2019). The interval draws answers with replacement, in fixed bins.
+    This error is the mean difference between confidence and accuracy of the bins (Naeini et al.
+    2015; bins of equal mass: Nixon et al. 2019). Its interval comes from a bootstrap: answers are
+    drawn with replacement, and each answer stays in its bin.
 
     Args:
         probabilities: [answer] Confidence that each answer is right.
@@ -429,18 +441,20 @@ def calibration_error(
     for number, rows in enumerate(bins):
         differences[rows, number] = probabilities[rows] - is_right[rows]
 
-    # The mean of a column is the difference of its bin, weighted by the bin's share of answers.
+    # Other bins have 0 in a column. So the mean of the column is the mean difference in its bin,
+    # times the share of answers in the bin. The sum over the columns is the weighted mean.
     error = float(np.abs(differences.mean(0)).sum())
     resampled_errors = np.abs(resampled_means(differences, seed=seed)).sum(1)  # [resample]
     low, high = np.quantile(resampled_errors, QUANTILES).tolist()
-    # Draws add chance to every bin, so the lower end of a small error can exceed the error.
+    # Resampling adds noise to every bin, so resampled errors are often larger than the error. The
+    # interval must contain the error, so its lower end is at most the error.
     return Interval(error, min(low, error), high, len(probabilities))
 
 
 def risk_coverage(probabilities: np.ndarray, is_right: np.ndarray) -> list[tuple[float, float]]:
     """Return the risk at ten levels of coverage (El-Yaniv and Wiener 2010).
 
-    The router is thought to answer only a share of the tasks, those with the most certain answers.
+    Suppose that the router answers only a share of the tasks: those with the most certain answers.
 
     Args:
         probabilities: [answer] Confidence that each answer is right.

@@ -119,18 +119,22 @@ def read_pair_verdicts(sheets: Sequence[Path]) -> dict[str, dict[Pair, str]]:
 
 
 def compare_judges(verdicts_by_judge: Mapping[str, Mapping[Pair, str]]) -> list[JudgeAgreement]:
-    """Compare each two judges on the pairs that both judged.
+    """Compare each two judges on the skills that both judged for the same query.
 
     Args:
-        verdicts_by_judge: Verdicts of each judge by query id and skill id.
+        verdicts_by_judge: Verdicts of each judge by `Pair`: query id and skill id.
+
+    Returns:
+        One row for each two judges.
 
     Raises:
-        SkilltrainError: Two judges share no pair.
+        SkilltrainError: Two judges share no `Pair`. `agreement` raises this error.
     """
     rows: list[JudgeAgreement] = []
     for first, second in combinations(verdicts_by_judge, 2):
         other_verdicts = verdicts_by_judge[second]
-        # Pairs of verdicts by query, because the interval of kappa comes from resampled queries.
+        # For each query id: the two verdicts, of the first and of the second judge, on each skill.
+        # They are grouped by query, because the interval of kappa comes from resampled queries.
         groups: dict[str, list[tuple[str, str]]] = defaultdict(list)
         num_equal = 0
         for pair, verdict in verdicts_by_judge[first].items():
@@ -150,13 +154,17 @@ def add_judged(
     """Add the skills that readers found to serve a query, and notes about the readers.
 
     A skill counts if all readers who judged it call it `required` or `serves`. A copy of a gold
-    skill counts too, unless a reader refuses the copy. For a query with several gold skills, a
-    skill stands for the gold skill with the lowest id.
+    skill counts too, unless a reader refuses the copy (verdict `no`). Each added skill replaces one
+    gold skill when a ranking is scored. For a query with several gold skills, this is the gold
+    skill with the lowest id.
 
     Args:
         benchmark: The benchmark, with copies if it has any.
         verdicts_by_reader: Verdicts of each reader by query id and skill id.
         skill_ids: Ids of the pool. Empty: any id is allowed.
+
+    Returns:
+        The benchmark with `Relevance.judged` of each task, and with the notes.
 
     Raises:
         SkilltrainError: A reader judges an unknown query or skill.
@@ -174,10 +182,12 @@ def add_judged(
     tasks: list[Task] = []
     for task in benchmark.tasks:
         relevance = task.relevance
+        # Gold skill by the id of a skill that replaces it. Copies of gold skills come first.
         judged = dict(relevance.copies)
         for skill_id, verdicts in verdicts_by_query[task.query.query_id].items():
             if "no" in verdicts:
                 judged.pop(skill_id, None)
+            # A gold skill needs no entry.
             elif skill_id not in relevance.gold:
                 judged[skill_id] = min(relevance.gold)
         tasks.append(replace(task, relevance=replace(relevance, judged=judged)))

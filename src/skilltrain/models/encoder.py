@@ -107,6 +107,7 @@ class Encoder(nn.Module):
         """Make an encoder, which pads texts until `enable_packing` is called."""
         super().__init__()
         self.backbone: Any = backbone
+        # The empty module returns its input. `load_encoder` adds the model's linear layers, if any.
         self.projection: Any = nn.Sequential()
         self.tokenizer = tokenizer
         self.settings = settings
@@ -115,6 +116,7 @@ class Encoder(nn.Module):
         # Find out whether every attention layer is causal.
         causal_flags = {getattr(module, "is_causal", None) for module in backbone.modules()}
         causal_flags.discard(None)  # modules without attention
+        # For a causal model that became bidirectional, only its config says so (`load_encoder`).
         self._is_causal = causal_flags == {True} and getattr(backbone.config, "is_causal", True)
 
     @property
@@ -200,7 +202,9 @@ class Encoder(nn.Module):
             texts: Token ids or embedded tokens of each text.
         """
         if self.is_packed:
-            # All texts are in one row. Packing implies pooling of the last token.
+            # All texts are in one row. `enable_packing` accepts only pooling of the last token.
+            # `packed` holds the place of each text in the row. `last_hidden` also needs the tokens.
+            # `shared_prompt` packs texts with a common prompt, or without one, as here.
             packed = shared_prompt.VarlenTexts(texts, self.device)
             last = shared_prompt.last_hidden(self.backbone, packed, texts)  # [text, hidden]
             return self._unit_vectors(last)
@@ -213,11 +217,16 @@ class Encoder(nn.Module):
         Args:
             texts: Token ids or embedded tokens of each text.
             num_tokens: Number of token vectors per text. A shorter text ends with zero vectors.
+
+        Returns:
+            [text, 1 + num_tokens, dim] Row 0 of a text is its own vector, before its tokens.
         """
         hidden, mask = self._hidden(texts)  # [text, token, hidden], [text, token]
+        # Put the vector of each text before the vectors of its tokens. Here a row is a vector.
         text_rows = pool(hidden, mask, self.settings.pooling)[:, None]  # [text, 1, hidden]
         rows = self._unit_vectors(torch.cat([text_rows, hidden], 1))  # [text, 1 + token, dim]
-        # Rows of padding are 0. The first row of each text is the vector of the text.
+        # Set the rows of padding to 0. The mask lacks the text's own vector, so put a 1 before it:
+        # [text, token] becomes [text, 1 + token, 1].
         rows = rows * nn.functional.pad(mask, (1, 0), value=1)[:, :, None]
         # A micro-batch is padded to its longest text. Add zero rows up to `num_tokens`.
         num_missing_rows = 1 + num_tokens - rows.shape[1]

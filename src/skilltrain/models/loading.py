@@ -98,12 +98,13 @@ def resolve_model(source: str, weights: bool = True, code: bool = False) -> Path
         SkilltrainError: There is no such model, or its folder is not a complete model.
     """
     if source.startswith("package:"):
-        folder = _package_folder(source)
+        folder = _package_folder(source)  # raises an error without such a package
     else:
         folder = Path(source).expanduser()
 
     if not folder.is_dir():
-        # The source may be a Hub id, unless it looks like a path. `runs` is the folder of results.
+        # The source may be a Hub id, unless it is a path: a file, or a missing folder whose path
+        # begins with a dot or `runs/`. Training runs are saved in the folder `runs`.
         is_path = folder.exists() or source.startswith((".", "runs/"))
         if is_path or not _HUB_ID.fullmatch(source):
             fix = "give a folder, a Hub id owner/name, or package:NAME"
@@ -175,9 +176,9 @@ def _download(source: str, weights: bool, code: bool) -> Path:
     patterns += ["*.py"] if code else []
     folder = download_files(source, patterns, _UNUSED_PATTERNS)
 
-    # Offline, some files may be missing in the cache, and a missing settings file would change the
-    # results. If the cache has a list of the model's files, `snapshot_download` has compared the
-    # files with this list already. So only find out whether there is a list, and warn if not.
+    # Offline, the cache may lack a settings file, which would change the results. If the cache has
+    # a list of the model's files, `snapshot_download` in `download_files` has compared the files
+    # with the list. Without a list, warn the user. The name of the folder is the commit's hash.
     try:
         get_cached_repo_tree(source.partition("@")[0], revision=folder.name)
     except CachedRepoTreeNotFoundError:
@@ -186,7 +187,7 @@ def _download(source: str, weights: bool, code: bool) -> Path:
 
 
 def download_files(source: str, patterns: list[str], unused_patterns: list[str]) -> Path:
-    """Download files of a repository of models, or find them in the cache; return their folder.
+    """Download files of a Hub model repository, or find them in the cache; return their folder.
 
     Args:
         source: Hub id owner/name or owner/name@revision.
@@ -198,7 +199,7 @@ def download_files(source: str, patterns: list[str], unused_patterns: list[str])
         SkilltrainError: `source` is no Hub id, or neither the Hub nor the cache has the repository
             with this revision.
     """
-    import httpx2
+    import httpx2  # huggingface_hub sends its requests with this package
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import disable_progress_bars

@@ -122,8 +122,8 @@ def run_twice(
         texts: Texts of one micro-batch.
         device: Device on which the function draws random numbers.
     """
-    # `checkpoint` restores the random state of a GPU only if an argument is a tensor on the GPU.
-    # The function ignores this argument.
+    # The second run needs the same random numbers. `checkpoint` restores the random state of a GPU
+    # only if it gets a tensor on this GPU. So it gets an empty tensor, which the lambda ignores.
     marker = torch.empty(0, device=device)
     return checkpoint(lambda _: function(texts), marker, use_reentrant=False)
 

@@ -85,13 +85,13 @@ def write_modules(model: Encoder | Reranker, folder: Path, per_token: bool = Fal
     ]
     write_json(folder / "modules.json", listing)
 
-    # Each further module has a folder with its settings, even if there are none.
+    # Each further module has a folder, which is empty if the module has no settings.
     for module in modules[1:]:
         (folder / module.folder).mkdir(exist_ok=True)
         if module.settings:
             write_json(folder / module.folder / "config.json", module.settings)
     if isinstance(model, Encoder):
-        # The first projection is the module after transformer and pooling.
+        # Modules 0 and 1 are the transformer and the pooling or mask, so projections start at 2.
         for number, projection in enumerate(model.projection, start=2):
             save_file(projection.state_dict(), folder / f"{number}_Dense/model.safetensors")
 
@@ -157,6 +157,7 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
     if per_token:
         # The mask says which token vectors count for a score. No words are left out.
         modules.append(Module(_MASK, "1_MultiVectorMask", {"skiplist_words": []}))
+        # Settings of the last module, which normalises the vectors of tokens.
         normalize = {"module_input_name": "token_embeddings"}
     else:
         pooling = encoder.settings.pooling
@@ -165,10 +166,12 @@ def _encoder_modules(encoder: Encoder, per_token: bool) -> list[Module]:
             "pooling_mode": _POOLING_MODES[pooling],
             "include_prompt": True,  # the tokens of the prompt are pooled too
         }
+        # TEI reads no mode, but one flag per mode. Only the flag of this pooling is true.
         pooling_settings |= {flag: mode == pooling for flag, mode in _POOLING_FLAGS.items()}
         modules.append(Module(_POOLING, "1_Pooling", pooling_settings))
-        normalize = {}
+        normalize = {}  # by default, the last module normalises the vector of the text
 
+    # A projection reads these vectors and writes its result under the same name.
     vectors = "token_embeddings" if per_token else "sentence_embedding"
     names = dict.fromkeys(("module_input_name", "module_output_name"), vectors)
     for projection in encoder.projection:

@@ -169,8 +169,12 @@ def _check_prompt_is_pooled(pooling_config: Mapping[str, Any], folder: Path) -> 
 def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]:
     """Return the folder of each module by the name of its class.
 
+    Args:
+        modules: Modules that modules.json lists.
+        folder: Folder of the model.
+
     Raises:
-        SkilltrainError: skilltrain does not compute a module, or its folder is outside `folder`.
+        SkilltrainError: skilltrain does not support a module, or its folder is outside `folder`.
     """
     folders = {}
     for module in modules:
@@ -183,6 +187,7 @@ def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]
             )
             fix = f"choose a model of {', '.join(_SUPPORTED_MODULES)} alone"
             raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
+        # Of two modules Dense, only the last folder stays. `load_projections` finds them itself.
         folders[names[-1]] = path_inside(folder, module.path, folder / "modules.json")
     return folders
 
@@ -219,11 +224,13 @@ def load_projections(folder: Path, model_config: Any) -> list[Any]:
     if is_colbert:
         with safe_open(folder / "model.safetensors", "pt") as tensors:
             weight = tensors.get_tensor("linear.weight")  # [out, in]
+        # The shape of the transposed weight is (in_features, out_features).
         projection = Dense(*weight.T.shape, bias=False, activation_function=None)
         projection.linear.weight.data = weight
         projections.append(projection)
     for projection in projections:
-        # Here, the layer is applied to vectors of texts and of tokens alike.
+        # A module Dense reads and writes a dict, under these keys. The file's keys differ between
+        # vectors of texts and of tokens. Here, both kinds of vectors have the key PROJECTED.
         projection.module_input_name = projection.module_output_name = PROJECTED
     return projections
 

@@ -144,8 +144,13 @@ class ChunkVectors:
     def _search(self, queries: Vectors, k: int) -> Int64[np.ndarray, "query k"]:
         """Return the positions of the `k` best skills by single-precision products.
 
-        With one chunk per skill, faiss searches, on a GPU if there are many queries. With several
-        chunks, the scores of a skill's chunks become its score first.
+        If every skill has one chunk, faiss does the search, on a GPU if there are many queries. If
+        a skill has several chunks, numpy computes the scores of all chunks. The score of a skill is
+        then computed from the scores of its chunks.
+
+        Args:
+            queries: Vectors of the queries: [query, dim].
+            k: Number of skills to return for each query.
         """
         has_one_chunk_each = len(self.vectors) == self.num_skills
         if has_one_chunk_each:
@@ -153,8 +158,10 @@ class ChunkVectors:
 
             skills = np.ascontiguousarray(self.vectors, np.float32)
             metric = faiss.METRIC_INNER_PRODUCT
-            # The CPU build of faiss (faiss-cpu) has no GPUs. Only faiss-gpu may have some.
+            # For few queries, copying the pool to a GPU takes longer than a search on the CPU. A
+            # search on a GPU also has a limit for k.
             is_worth_copying = len(queries) >= _MIN_QUERIES_ON_GPU and k <= _MAX_K_ON_GPU
+            # The package faiss-cpu always reports 0 GPUs. Only faiss-gpu can report more.
             if is_worth_copying and faiss.get_num_gpus():
                 resources = faiss.StandardGpuResources()
                 # faiss returns scores and positions. Only the positions are needed.

@@ -133,18 +133,24 @@ def read_access(
 
 
 def guard(app: ASGIApp, access: Access) -> ASGIApp:
-    """Return `app` with a check of every request. The check comes before the body is read.
+    """Return `app` with a check of every request, before the request's body is read.
 
-    The log of use gets the address of the client in `CLIENT`.
+    The context variable `CLIENT` passes the client's address on to the log of use.
+
+    Args:
+        app: ASGI app that answers allowed requests.
+        access: Hosts, web pages and token that a request is checked against.
     """
 
     async def guarded_app(scope: Scope, receive: Receive, send: Send) -> None:
         response = None
-        # Scopes of another type are no requests, such as the start of the server.
+        # Other scopes, such as the start of the server, are not requests and are not checked.
         if scope["type"] == "http":
+            # The response that refuses the request, or None if the request is allowed.
             response = access.check(scope)
             # `client` is an address and a port, or None if the connection has no address.
             CLIENT.set(scope["client"][0] if scope["client"] else "")
+        # A response is an ASGI app too, so the call below works for both.
         answer = app if response is None else response
         await answer(scope, receive, send)
 

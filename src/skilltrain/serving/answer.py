@@ -96,6 +96,7 @@ class Answer:
 
     def _repr_html_(self) -> str:
         """Return a table of the skills, which notebooks show. Texts of skills are escaped."""
+        # Only a router with a calibration sets `num_likely` and the probabilities of skills.
         has_probabilities = self.num_likely is not None
         number = "probability" if has_probabilities else "score"
         rows = [f"<tr><th>rank</th><th>skill</th><th>{number}</th><th>description</th></tr>"]

@@ -281,8 +281,11 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
     """Fit the probabilities of a router, then the limits that are derived from them.
 
     Args:
-        cases: Routed requests. Served and unserved ones are needed.
+        cases: Routed requests. Some must have a skill that serves them, and some must have none.
         config: Settings of the stage.
+
+    Returns:
+        The calibrator, with both probabilities and both limits.
 
     Raises:
         SkilltrainError: The first skill is never right.
@@ -293,9 +296,12 @@ def fit_calibrator(cases: Sequence[Case], config: Calibrate) -> Calibrator:
         raise SkilltrainError("cannot-calibrate", problem)
 
     rankers = tuple(cases[0].trace.rankings_by_ranker)
+    # The probability that a certain skill serves a request.
     serves = fit_skill_probability(requests)
+    # The probability that any skill serves a request.
     fits = fit_answer_probability(requests)
-    # Begin with limits that refuse no request and no skill. Then replace both limits.
+    # Begin with limits that refuse nothing, then replace both. A skill is likely if 1 - its
+    # probability is at most `miss`. A request is answered from the probability `threshold` on.
     unlimited = Calibrator(rankers=rankers, serves=serves, miss=1.0, fits=fits, threshold=0.0)
     threshold = _fit_threshold(unlimited, cases, config)
     miss = _fit_miss(unlimited, cases, config.contained)
@@ -308,19 +314,22 @@ def _fit_threshold(calibrator: Calibrator, cases: Sequence[Case], config: Calibr
     Args:
         calibrator: Calibrator with fitted probabilities, without limits.
         cases: Routed requests.
-        config: `answered` is the share of served queries to answer. If it is null, the threshold
-            refuses few of them.
+        config: `answered` is the share of served queries to answer. If `answered` is null, the
+            threshold refuses at most the share `MAX_REFUSED` of the served queries.
     """
     # Confidence is the probability that any skill serves a request.
     kinds = np.array([case.kind for case in cases])  # [case]
     confidence = np.array([calibrator.fit_probability(case.trace) for case in cases])  # [case]
     served = confidence[kinds == "served"]
     if config.answered is not None:
+        # The confidence of a served query reaches this bound with the probability `answered`.
         return bound(served, config.answered)
 
-    # No skill serves these requests, so the router should refuse them.
+    # No skill serves these requests, so the router should refuse them. They come with the package
+    # (general) or from the user (unserved).
     general = confidence[np.isin(kinds, ["general", "unserved"])]
-    # Passages of skills are easier than requests of users. So fewer of them may be refused.
+    # With `masked_pool`, the queries are passages of skills. Passages are easier than requests of
+    # users, so fewer of the passages may be refused.
     max_refused = _MAX_REFUSED_PASSAGES if config.masked_pool else MAX_REFUSED
     return limit_refusals(served, general, max_refused)
 
@@ -382,12 +391,13 @@ def _cross_validate(cases: Sequence[Case], folds: np.ndarray, config: Calibrate)
     """
     calibrators = fit_out_of_fold(partial(fit_calibrator, config=config), cases, folds)
     pairs = list(zip(calibrators, cases, strict=True))
-    # One value for each case.
+    # Each array has one value for each case. The kinds are `served`, `hidden` (a query whose
+    # skills were left out), `general` and `unserved` (requests that no skill serves).
     kinds = np.array([case.kind for case in cases])  # [case]
-    right = np.array([case.request.first_is_right for case in cases])
+    right = np.array([case.request.first_is_right for case in cases])  # of the first skill
     answered = np.array([calibrator.answers(case.trace) for calibrator, case in pairs])
     probabilities = [calibrator.probabilities(case.trace) for calibrator, case in pairs]
-    # The confidence is the probability that the best skill is right.
+    # The confidence is the highest probability of any skill in the ranking.
     confidence = np.array([max(values, default=0.0) for values in probabilities])
 
     served = kinds == "served"

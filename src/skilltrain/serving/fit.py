@@ -275,7 +275,9 @@ def _train_encoder(runner: _StepRunner) -> int:
 
 
 def compare_routers(report: Path) -> RouterComparison:
-    """Read the comparison of the trained router with the earlier one from a report's folder.
+    """Read from a report how the trained router compares with the earlier router.
+
+    The earlier router is the router in use, or else the untrained router.
 
     Args:
         report: Folder of the step `report`, with the file metrics.json.
@@ -285,13 +287,20 @@ def compare_routers(report: Path) -> RouterComparison:
     """
     metrics = read_json(report / "metrics.json")
     hits = {system["name"]: system["metrics"]["Hit@1"]["mean"] for system in metrics["systems"]}
+    # The report has the router in use only if `fit` was given such a router.
     baseline = IN_USE if IN_USE in hits else UNTRAINED
     for row in metrics["differences"]:
         # A row is the difference of two systems in one measure.
         row_key = (row["system"], row["baseline"], row["measure"])
         if row_key == (TRAINED, baseline, "Hit@1"):
             difference = row["difference"]
-            return RouterComparison(hits, difference["n"], difference["mean"], row["p"], baseline)
+            return RouterComparison(
+                hits=hits,
+                num_queries=difference["n"],
+                difference=difference["mean"],
+                p=row["p"],
+                baseline=baseline,
+            )
     raise SkilltrainError("not-comparable", "does not compare the two routers", where=report)
 
 
@@ -348,14 +357,15 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
     out = config.out
     pool = str(out / "pool")
     queries = str(out / "queries")
-    # A training skill must not contain its own query. If queries are cut from skills, the step
-    # `queries` also writes a pool of skills without them.
+    # A training skill must not contain the text of its own query. If passages of skills become
+    # queries, the folder of the step `queries` also has a pool, of skills without the passages.
     training_pool = queries if _cuts_queries(config) else pool
     inputs = {"pool": training_pool, "queries": queries}
     base_encoder = {"source": config.base, "cache": str(out / "vectors")}
     trained_encoder = base_encoder | {"source": str(out / "encoder")}
 
     untrained_rankers = _untrained_rankers(base_encoder)
+    # `index` and `calibrate` are recipes that several steps share, with small changes.
     index = {"stage": "index", "pool": pool, "out": str(out)}
     quotas = _USE_QUOTAS if config.in_use else _FIT_QUOTAS
     calibrate = _calibration_recipe(config, queries)
@@ -366,6 +376,7 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
             "categories": "taxonomy",
             "encoder": base_encoder,
         },
+        # Without a trained encoder, the router has the rankers of the router in use, if any.
         "untrained": index | {"rankers": _rankers_in_use(config) or untrained_rankers},
         "queries": _query_recipe(config, pool),
         # Calibrate the untrained router with the queries of all splits.
@@ -375,11 +386,12 @@ def recipes_of(config: FitConfig) -> dict[str, Recipe]:
         "encoder": _encoder_recipe(config, training_pool),
         "report": _report_recipe(inputs, base_encoder, trained_encoder, _rankers_in_use(config)),
         "trained": index | {"rankers": _trained_rankers(trained_encoder)},
-        # Calibrate the trained router with queries that were not used for training.
+        # Calibrate the trained router with queries that were not used for training. These are of
+        # split dev, the default of the stage.
         "trained_calibration": calibrate,
         "trained_calibrated": _recipe_to_add_calibration(out, "trained_calibration"),
     }
-    # Recipes of the stage `index` keep the `out` that they have.
+    # A recipe with its own `out` overrides the default OUT/STEP. Only those of `index` have one.
     return {step: {"out": str(out / step), **recipe} for step, recipe in recipes.items()}
 
 
@@ -410,13 +422,13 @@ def _report_recipe(
     """Return the recipe that compares the routers, BM25 and the encoders on split dev.
 
     A report compares each system with the first system and with the system before it. So the
-    trained router comes right after the earlier one.
+    trained router comes right after the router in use, or else after the untrained router.
 
     Args:
         inputs: The settings `pool` and `queries`.
         base_encoder: Settings of the untrained encoder.
         trained_encoder: Settings of the trained encoder.
-        rankers_in_use: Rankers of the router in use. It is left out if they are empty.
+        rankers_in_use: Rankers of the router in use. If empty, the report leaves this router out.
     """
     systems = {
         "bm25": [{"kind": "lexical"}],
@@ -553,7 +565,8 @@ def _rankers_in_use(config: FitConfig) -> list[Recipe]:
     if config.in_use is None:
         return []
     system = Index.open(config.in_use).system
-    check_servers(system, (), config.in_use)
+    # No server is allowed, because the folder of a router may come from a stranger.
+    check_servers(system, allowed=(), where=config.in_use)
     return [ranker.model_dump(mode="json") for ranker in system.rankers]
 
 

@@ -49,7 +49,8 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
     """
     index = Index.open(router)
     index.check_models()
-    # Without the bodies, rerankers would fail. The indexes hold the words of the bodies, too.
+    # Rerankers need the bodies of skills, and the indexes hold words of the bodies. So a router
+    # whose skills have bodies cannot be pushed with `no_bodies`.
     if options.no_bodies and any(skill.body for skill in index.skills.values()):
         problem = "its skills have bodies, and its indexes hold their words"
         fix = "make a router of a pool without bodies"
@@ -70,29 +71,38 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
 def _collect_files(index: Index, scratch: Path) -> dict[str, Path]:
     """Return the files of a router by their name in a repository.
 
-    Models outside the router's folder get a folder in `models`. The file of absolute paths,
-    local.json, is left out.
+    Models inside and outside the router's folder are included. Those outside get a folder in
+    `models`. The file of absolute paths, local.json, is left out.
 
     Args:
-        index: Current generation of the router.
+        index: Current generation of the router: a folder `index-N` with its record (index.json).
         scratch: Temporary folder, for files that differ from those of the router.
+
+    Returns:
+        Local path of each file by its name in the repository.
     """
     router = index.folder.parent
     generation = index.folder.name
     paths = {POINTER: router / POINTER}
+    # `record.files` lists all files of the generation but the record itself.
     for name in index.record.files:
         paths[f"{generation}/{name}"] = index.folder / name
     record = (index.folder / RECORD).read_text(encoding="utf-8")
     for stored_path in index.record.models:
         if not stored_path.startswith(("./", LOCAL_PREFIX)):
             continue  # the model is in a package or on the Hub
-        # For example, `local:encoder-1a2b` becomes `models/encoder-1a2b`.
+        # `./` stands for the router's folder. `local:` begins a key of local.json, which has the
+        # path of a folder elsewhere. For example, `local:encoder-1a2b` becomes
+        # `models/encoder-1a2b`.
         name = stored_path.removeprefix("./").replace(LOCAL_PREFIX, "models/")
+        # Let the JSON text of the record name the new place. The quotes make sure that only a whole
+        # string is replaced.
         record = record.replace(f'"{stored_path}"', f'"./{name}"')
         folder = Path(from_stored_path(router, stored_path))
         for file in model_files(folder):
             paths[f"{name}/{file.relative_to(folder).as_posix()}"] = file
 
+    # Upload the changed record instead of the router's own.
     paths[f"{generation}/{RECORD}"] = scratch / RECORD
     write_text(scratch / RECORD, record)
     return paths
@@ -102,7 +112,8 @@ def local_router(source: Path | str) -> Path:
     """Return the folder of a router. A router on the Hub is downloaded first.
 
     Args:
-        source: Folder, or `hf:OWNER/NAME`, which `@REVISION` may follow.
+        source: Folder, or `hf:OWNER/NAME[@REVISION]`. For a router on the Hub, the returned folder
+            is in skilltrain's cache.
 
     Raises:
         SkilltrainError: The repository has no such revision or holds no router, or neither the Hub
@@ -111,7 +122,7 @@ def local_router(source: Path | str) -> Path:
     reference = str(source)
     if not reference.startswith(HF_PREFIX):
         return path_of(source, "folder")
-    snapshot = download_files(reference.removeprefix(HF_PREFIX), _PATTERNS, [])
+    snapshot = download_files(reference.removeprefix(HF_PREFIX), _PATTERNS, unused_patterns=[])
     current_generation(snapshot)  # raises an error if the repository holds no router
     # The hash of the commit is the name of the folder.
     say(f"{source}: commit {snapshot.name}")
@@ -119,7 +130,8 @@ def local_router(source: Path | str) -> Path:
     # The Hub's cache holds links to files elsewhere, which a router must not have. So copy them.
     if not folder.exists():
         with staged_folder(folder) as staged:
-            # With a local.json of its own, a router could name any folder of this machine.
+            # Leave out local.json, which lists absolute paths. Otherwise a stranger's router could
+            # point to any folder of this machine.
             ignore = shutil.ignore_patterns(LOCAL_FILE)
             shutil.copytree(snapshot, staged, ignore=ignore, dirs_exist_ok=True)
     return folder

@@ -123,16 +123,17 @@ class IndexRecord(Config):
             contents: Skills of the router.
             calibration: Calibration for the record. It is left out if it does not apply.
         """
-        # Turns a path into its form in the record, and adds it to `local_paths` if necessary.
+        # A function that turns a path into its form in the record. It may add to `local_paths`.
         stored_path = partial(_to_stored_path, router, local_paths)
         # Store all values, so that new defaults do not change the router.
         rankers = []
         for ranker in system.rankers:
             settings = ranker.with_default_values().model_dump(mode="json")
-            # A relative path that does not exist yet would be taken for the name of a model.
+            # Make `cache` absolute: `stored_path` takes a relative path that does not exist yet for
+            # the name of a model.
             settings = _change_paths(settings, _absolute_path, keys=("cache",))
             rankers.append(_change_paths(settings, stored_path))
-        # Rankers without a model, such as BM25, have no source.
+        # Rankers without a model, such as BM25, have the source None.
         sources = {ranker.model_source for ranker in flatten_rankers(system.rankers)}
         models = {}
         for source in sorted(filter(None, sources)):
@@ -246,24 +247,26 @@ class Index(RouterState):
                     raise _damage(folder, error) from error
 
     def contents(self, skills: Iterable[Skill]) -> Contents:
-        """Group skills by source: the folder or file that each was read from.
+        """Group the skills for an update of the router by the folder or file they come from.
 
-        The index knows the source of a skill by its id. A skill that the index does not have is
-        assigned to the first source.
+        The router itself is not changed. The index knows the source of a skill by its id. A skill
+        that the index does not have is assigned to the first source.
 
         Args:
-            skills: All skills that the router is to have.
+            skills: All skills that the router is to have after the update.
 
         Raises:
             SkilltrainError: The router was downloaded from the Hub.
         """
         router = self.folder.parent
-        # A change would stay in the cache, and the next user of the revision would get it.
+        # An update would change the cached download, and the next user of the same revision would
+        # get the changed router.
         if router.parent == cache_folder(DOWNLOADS):
             problem = "is a downloaded router, which is not changed"
             fix = "copy the folder, and use the copy"
             raise SkilltrainError("conflicting-settings", problem, where=router, fix=fix)
-        # The skills of the index are in the order of the sources.
+        # The skills of the index are in the order of the sources, and the record has the number of
+        # skills of each source. So each source takes its number of ids from a single iterator.
         source_by_id: dict[str, Path] = {}
         skill_ids = iter(self.skills)
         for source, num_skills in zip(self.sources, self.record.sources.values(), strict=True):
@@ -394,11 +397,12 @@ def _load_generation(folder: Path) -> Index:
     if record.calibration and not _has_calibrated_rankers(system, record.calibration):
         raise ValueError("its calibration is of other rankers")
     sources = [Path(from_stored_path(router, name)) for name in record.sources]
-    # The table is not memory-mapped: a process crashes when a mapped file is cut.
+    # The table is not memory-mapped: a process crashes if another truncates a mapped file.
     table = feather.read_table(folder / SKILLS_FILE, memory_map=False)
     skills = StoredSkills(table, _roots_of_skills(record, sources))
-    keys = np.load(folder / KEYS_FILE)  # [skill]
-    # A part is what a ranker stores about the pool, such as vectors. Each has a folder.
+    keys = np.load(folder / KEYS_FILE)  # [skill], a hash of each skill's content
+    # A part is the data that a ranker stores about the pool, such as vectors. `name` is the folder
+    # of the part, `ranker.stored_part` is its class, and `ranker.key` identifies the ranker.
     stored_parts: dict[str, Any] = {}
     for name, ranker in storing_rankers(system).items():
         stored_parts[ranker.key] = ranker.stored_part.load(folder / name)
@@ -446,10 +450,10 @@ def _check_files(folder: Path, record: IndexRecord) -> None:
 
 
 def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path | None]:
-    """Return the source of each skill, from which the skill's files may be read, or None.
+    """Return for each skill the folder whose files may be read; None if it is not trusted.
 
     A shared router could name any folder of this machine. So an absolute path in the record is not
-    used. Paths in `local.json` and in the router's folder are used.
+    trusted. Paths in `local.json`, which is not shared, and in the router's folder are trusted.
 
     Args:
         record: Record of the generation. It has the number of skills of each source.
@@ -457,6 +461,7 @@ def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path 
     """
     roots: list[Path | None] = []
     for source, (name, num_skills) in zip(sources, record.sources.items(), strict=True):
+        # A name with this prefix is a key of `local.json`, which holds the path itself.
         is_local_key = name.startswith(LOCAL_PREFIX)
         is_in_router = name.startswith("./")
         root = source if is_local_key or is_in_router else None
@@ -579,10 +584,21 @@ def _to_stored_path(router: Path, local_paths: dict[str, str], name: str) -> str
 def from_stored_path(router: Path, stored_path: str) -> str:
     """Return the path that `_to_stored_path` stored.
 
-    A key that `local.json` lacks is read as the name of a file in the router's folder. Raises
-    SkilltrainError for a path that leads out of the folder.
+    A stored path has one of three forms:
+
+    - `local:NAME-HASH` is a key of `local.json`, which holds the absolute path.
+    - `./PATH` is relative to the router's folder.
+    - Anything else, such as the name of a model, is returned as it is.
+
+    Args:
+        router: Folder of the router.
+        stored_path: Path in one of these forms.
+
+    Raises:
+        SkilltrainError: A path `./PATH` leads out of the router's folder.
     """
     if stored_path.startswith(LOCAL_PREFIX):
+        # A key that `local.json` lacks is read as the name of a file in the router's folder.
         stored_path = read_local(router).get(stored_path, f"./{stored_path}")
     if not stored_path.startswith("./"):
         return stored_path

@@ -542,7 +542,7 @@ def serve_http(
         watched_folders: Folders of skills to keep the router current with.
         host: Address to listen on.
         port: Port to listen on.
-        access: Requests that are allowed.
+        access: Who may send requests: the token, and the allowed hosts and web pages.
 
     Raises:
         SkilltrainError: The address cannot be used, for instance because another program uses it.
@@ -551,8 +551,8 @@ def serve_http(
     if not (access.token or is_loopback(host)):
         say(f"warning: everyone who reaches {host}:{port} can ask this router (see --token-env)")
     server = new_http_server(new_http_app(service, access))
-    # uvicorn shuts down at SIGTERM, and then raises the signal again for this handler. The handler
-    # does nothing, so the process ends with the exit code 0.
+    # After a shutdown by SIGTERM, uvicorn raises the signal again, which would kill the process.
+    # Ignore the second signal, so that the exit code is 0.
     signal.signal(signal.SIGTERM, lambda *_: None)
     say_url(host, port, access)
     _run(service, partial(server.serve, sockets=[listener]), watched_folders)

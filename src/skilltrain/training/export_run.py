@@ -159,9 +159,10 @@ def push_model(
     if not run.is_dir():
         raise SkilltrainError("not-found", "no such folder", where=run)
     record = record_of(run)  # empty for an export
-    # An export takes no options, because it is uploaded unchanged.
+    # An export is uploaded unchanged, so `form` and facts for the card are refused for an export.
+    # `has_options` stands for these; the parameter `options` is allowed.
     has_options = bool(form or published.license or published.reports or published.base_model)
-    _check_pushable(run, record, has_options)
+    _check_pushable(run, record, has_options=has_options)
 
     # Export a run, or copy an export, and upload the files.
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:

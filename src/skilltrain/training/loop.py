@@ -102,6 +102,10 @@ def step_batches(
     With batch_size 8 and accumulation 4, for example, a step has 4 batches of 8 lists.
     The order of the lists, and the sample of their negatives, depend only on the seed and the
     epoch.
+
+    Args:
+        lists: Training lists, each a query with its candidates.
+        config: Settings of the training run.
     """
     for epoch in range(config.epochs):
         rng = np.random.default_rng([config.seed, epoch])
@@ -111,6 +115,8 @@ def step_batches(
             shuffled = [each.with_negatives(config.num_negatives, rng) for each in shuffled]
 
         batches = _split(shuffled, config.batch_size)
+        # If the recipe wants batches of one origin (who wrote the query), make the batches anew:
+        # split the lists of each origin separately, and shuffle the batches.
         if config.one_origin_batches:
             batches = []
             get_origin = attrgetter("origin")
@@ -129,14 +135,21 @@ def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
     """Return the optimiser of the parameters that train, with weight decay for matrices only.
 
     Each group of parameters also has `rate_scale`, the factor of its learning rate.
+
+    Args:
+        model: The model. Parameters without `requires_grad` are left out.
+        config: Settings of the training run.
     """
     scales = rate_scales(model, config.layer_decay)
     groups: dict[tuple[float, float], dict[str, Any]] = {}  # by weight decay and factor
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
+            # Biases and norms have one dimension, and no weight decay.
             decay = config.weight_decay if parameter.ndim > 1 else 0.0
             scale = scales[name]
             group = {"params": [], "weight_decay": decay, "rate_scale": scale}
+            # Add the parameter to the group with its decay and scale. The new group is used only
+            # if there is no such group yet.
             groups.setdefault((decay, scale), group)["params"].append(parameter)
     return config.optimizer.create([*groups.values()], config.learning_rate)
 
@@ -248,7 +261,8 @@ class Training:
         self.hooks: list[Hook] = [load_plugin("hook", name)() for name in config.hooks]
         if accelerator.distributed_type == DistributedType.DEEPSPEED:
             # DeepSpeed updates the weights within `backward`, and the norm of the gradient is not
-            # known earlier. So a hook checks the step just before the optimiser's update.
+            # known earlier. So a hook checks the step just before the optimiser's update. The hook
+            # belongs to the inner optimiser, whose `step` is called by DeepSpeed's wrapper.
             optimizer.register_step_pre_hook(self._check_deepspeed_step)
 
         position = None
@@ -261,7 +275,8 @@ class Training:
         for hook, state in zip(self.hooks, self.position.hook_states, strict=False):
             hook.load_state_dict(state)
 
-        # A resumed run keeps the token budget of its first start: another one changes the rounding.
+        # A resumed run keeps the token budget of its first start. A different budget would change
+        # the rounding of sums. The budget is 0 in a new run.
         token_budget = self.position.token_budget or step.settings.token_budget
         self.position.token_budget = token_budget
         step.settings = replace(step.settings, token_budget=token_budget)
@@ -485,8 +500,11 @@ class Training:
         with torch.no_grad():
             metrics = dev.evaluate(self.model)
         self.model.train()
-        self.step_module.count.clear()  # drop the tokens of the evaluation
+        # `count` counts the tokens of training for the log. Drop the tokens of the evaluation.
+        self.step_module.count.clear()
 
+        # `self.model` is the step module in the launcher's wrapper, and includes the loss. Hooks
+        # get the encoder or reranker itself.
         for hook in self.hooks:
             hook.on_eval(num_steps_done, metrics, self.step_module.model)
         log.write_dev(num_steps_done, metrics)

@@ -44,21 +44,25 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     Raises:
         SkilltrainError: The available memory is too small for every choice.
     """
-    return_free_memory(0, device)  # of the stages that this process ran before
+    # Return the memory of the stages that this process ran before. The function acts every few
+    # steps, beginning with step 0.
+    return_free_memory(step=0, device=device)
 
-    # Compute the memory that is left for the activations of the largest batch. On a CPU the weights
-    # are in memory already, so the available memory does not include theirs.
+    # Compute the memory that is left for the activations of the largest batch.
     batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
     bytes_per_token = layer_bytes(step.model.network, config.dtype_on(device))
+    # On a CPU the weights are in memory already, so the free memory does not include their bytes.
     bytes_in_use = weight_bytes(step) if device.type == "cpu" else 0
+    # Bytes still to be allocated: all weights, gradients and optimiser states, minus those in use.
     needed_by_state = held_bytes(step, config.optimizer) - bytes_in_use
     # All ranks must choose the same settings, so the memory of the first rank counts.
     available = of_first_rank(available_bytes(device)) - needed_by_state
-    # On a CPU, leave memory for other programs.
+    # On a CPU, prefer a choice that leaves memory for other programs.
     preferred = available if device.type == "cuda" else min(available, _MAX_CPU_BYTES)
 
     # Take the first choice that needs at most the preferred memory, else the last choice.
-    # The ranks share the batch. In two passes, each rank has one whole micro-batch at a time.
+    # The ranks share the batch, so each needs a part of the memory. In two passes, each rank
+    # computes one whole micro-batch at a time, so nothing is divided.
     num_sharing = 1 if step.settings.two_pass else launched_ranks()
     needed = 0.0
     for settings in memory_choices(step.settings, config):

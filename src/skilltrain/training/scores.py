@@ -181,9 +181,9 @@ class _ListTable:
 
         Args:
             scores: Scores of the model.
-            valid: Whether a candidate takes part in a loss without teacher scores.
-            needs: Whether the loss reads teacher scores and vectors. If not, they are left out.
-                With teacher scores, candidates that have none are not valid.
+            valid: Whether a candidate takes part in the loss, if the loss reads no teacher scores.
+            needs: What the loss reads. Teacher scores and vectors that it does not read are left
+                out. If it reads teacher scores, a candidate without one becomes invalid.
             vectors: Vectors whose cosines are the scores. None for a reranker.
             negatives: Masks of negatives by direction (see `ScoredBatch`).
         """
@@ -191,6 +191,8 @@ class _ListTable:
         teacher_scores = untaught = None
         if needs.teacher_scores:
             teacher_scores = on_device(self.teacher_scores(), device)
+            # Candidates that only lack a teacher score. In a sum of losses, a part that reads no
+            # teacher scores makes these candidates valid again (`ScoredBatch.for_needs`).
             untaught = on_device(valid & ~self.has_teacher_score(), device)
             valid = valid & self.has_teacher_score()
         masks = {}
@@ -204,6 +206,7 @@ class _ListTable:
             positive=on_device(self.is_positive(), device),
             optional_vectors=vectors if needs.vectors else None,
             negatives=masks,
+            # Candidates of the query's own list. All others are in-batch negatives.
             own=on_device(self.is_listed, device),
             untaught=untaught,
         )
@@ -230,6 +233,9 @@ def list_scores(
 ) -> ScoredBatch:
     """Return the input of a reranker's loss.
 
+    For example, the scores [1, 2, 3] of two lists with 2 candidates and 1 candidate become the
+    table [[1, 2], [3, 0]], in which 0 is padding.
+
     Args:
         lists: Lists of this rank.
         pair_scores: Scores of all their candidates, list after list.
@@ -241,7 +247,7 @@ def list_scores(
     scores_by_list = [*pair_scores.split(sizes)]
     scores = torch.nn.utils.rnn.pad_sequence(scores_by_list, batch_first=True)  # [list, candidate]
 
-    # The candidates of each list are in the first columns of its row.
+    # The columns of each list's candidates. A list with 3 candidates has the columns 0, 1 and 2.
     columns = [range(size) for size in sizes]
     table = _ListTable(lists, columns, num_columns=max(sizes))
     needs = Needs(teacher_scores=needs_teacher_scores)
@@ -265,8 +271,9 @@ def encoder_scores(
         query_vectors: Unit vectors of the queries of `local_lists`.
         all_queries: Unit vectors of the queries of `batch`. None for a loss that compares queries
             with skills only.
-        skill_ids: The distinct skills of `batch`.
-        skill_vectors: Unit vectors of these skills.
+        skill_ids: Keys of the distinct candidates of `batch`: skill ids, or keys of windows (parts
+            of a long skill).
+        skill_vectors: Unit vectors of these candidates.
         context: Facts about the training set and the loss.
     """
     # Find the candidates that take part in the loss: those of the query's list, and in-batch
@@ -281,7 +288,7 @@ def encoder_scores(
     if context.needs.directions:
         negatives = _negatives(table, valid, batch, skill_ids, context)
 
-    # Compute the cosines of queries and skills.
+    # Collect the unit vectors. `Vectors.scores` computes the cosines of queries and skills.
     if all_queries is None:
         all_queries = query_vectors[:0]  # no rows
     vectors = Vectors(
@@ -289,6 +296,7 @@ def encoder_scores(
         at_least_float32(skill_vectors),
         at_least_float32(all_queries),
         query_ids=tuple(training_list.query_id for training_list in local_lists),
+        # `skill_of` turns the key of a window into the id of its skill.
         skill_ids=tuple(map(skill_of, skill_ids)),
     )
     scores = vectors.scores  # [query, skill]

@@ -116,10 +116,12 @@ class _Step(nn.Module, Generic[ModelT]):
         if settings.recompute:
             checkpoint_layers(model.network)
 
-        # Everything but the texts that token ids depend on. It is part of the cache file's name.
+        # Besides the texts, token ids depend on the tokenizer and the settings. So both are part of
+        # the cache file's name.
         identity = f"{tokenizer_identity(model.tokenizer)} {model.settings.model_dump_json()}"
         cache = settings.token_cache
-        # The text of a query is the key of its token ids.
+        # `tokenize_texts` takes texts by key, and returns token ids by key. The key of a query is
+        # its text, by which the step looks up the token ids.
         query_by_text = {training_list.query: training_list.query for training_list in data.lists}
         self.query_token_ids = made_by_first_rank(
             lambda: tokenize_texts(query_by_text, model.tokenize_queries, identity, cache)
@@ -163,11 +165,14 @@ class _Step(nn.Module, Generic[ModelT]):
             groups = split_groups(groups, max_groups)
         if is_counted:
             padded_tokens = sum(self.padded_tokens_of(items, groups))
-            # A packed model has no padding, and computes the common beginning of pairs once.
+            # `padded_tokens_of` counts the tokens that the model computes. A packed model has no
+            # padding, so this count is its number of tokens. It computes the common beginning of
+            # pairs once, so the sum of the lengths would be too high.
             tokens = padded_tokens if model.is_packed else sum(map(len, items))
             self.count.update(padded_tokens=padded_tokens, tokens=tokens)
         if self.settings.two_pass and torch.is_grad_enabled():
-            # Each micro-batch looks up its own token embeddings, so that none are kept.
+            # Two-pass training saves memory: the backward pass runs each micro-batch again. Do not
+            # call `embed` for all items here, because all their embeddings would stay in memory.
             function = partial(run_twice, function, device=model.device)
         elif torch.is_grad_enabled():
             # Look up the token embeddings of all items at once, because each lookup has a gradient
@@ -228,11 +233,15 @@ class EncoderStep(_Step[Encoder]):
         rank, world = rank_and_world()
         local_queries = queries[rank::world]
         local_texts = [*local_queries, *skills[rank::world]]
-        # A rank without texts encodes queries[0], because all ranks must run the model.
-        vectors, tokens = self._encode(local_texts, queries[0], padded_length)
+        # All ranks must run the model. A rank without texts encodes `any_text` without using it.
+        # `vectors` are [text, dim]. `tokens` are token vectors, not token ids: [text, token, dim].
+        vectors, tokens = self._encode(
+            local_texts, any_text=queries[0], padded_length=padded_length
+        )
         num_queries = len(local_queries)
 
         # Compare this rank's queries with the skills of all ranks.
+        # `gather_rows` restores the order of `skills` from the shares of all ranks.
         query_vectors = vectors[:num_queries]  # [local query, dim]
         skill_vectors = gather_rows(vectors[num_queries:], len(skills))  # [skill, dim]
         # Some losses also compare queries or skills with the queries of all ranks.
@@ -251,10 +260,13 @@ class EncoderStep(_Step[Encoder]):
             query_tokens = _without_padding(tokens[:num_queries], local_queries)
             skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
             scores = max_sim(query_tokens, skill_tokens)  # [query, skill]
+            # The late loss has its own scores, and the labels of `scored`. It uses neither text
+            # vectors nor teacher scores, so these are not copied.
             late_scored = ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
             loss = loss + late_interaction(late_scored)
 
-        # A rank without queries must run backward too. Add 0, computed from the model's output.
+        # A rank without queries must run backward too. Add 0, computed from the model's output:
+        # the sum of no rows.
         zero = skill_vectors[:0].sum()
         return loss + zero
 
@@ -334,7 +346,7 @@ class RerankerStep(_Step[Reranker]):
         pairs = [self.make_pairs(training_list) for training_list in local_lists]
         scores = self._scores(pairs, is_counted=has_list)
         scored = list_scores(local_lists, scores, self.loss.needs.teacher_scores)
-        # A constant 0 would have no backward pass.
+        # Multiply the loss by 0 on a rank without a list. A constant 0 would have no backward pass.
         return self.loss_of(scored, weight=float(has_list))
 
     def _gathered_scores(self, lists: Sequence[Sequence[PairIds]]) -> Float[Tensor, "pair"]:

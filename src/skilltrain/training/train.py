@@ -205,19 +205,23 @@ class TrainEncoder(Train):
     @model_validator(mode="after")
     def _check(self) -> "TrainEncoder":
         """Check that settings of different sections fit together."""
+        # `dev` ranks a pool during training. The entry with `source: self` in its list of rankers
+        # stands for the encoder in training, and must be of the kind dense.
         if self.dev is not None:
             requirement = "an encoder in training must be {kind: dense, source: self}"
             self.dev.check(kind="dense", requirement=requirement)
 
         gains = self.data.gains
         for loss in flatten_loss(self.loss):
-            # `push_share` pushes rejected skills away from the query. The loss tells them from
-            # irrelevant skills by their gain, so they need a lower gain.
+            # `push_share` pushes rejected skills away from the query. Only a lower gain tells the
+            # loss which skills are rejected and which are merely irrelevant.
             pushes_rejected = isinstance(loss, InfoNCE) and loss.push_share > 0
             if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
                 fault = "loss.push_share needs data.gains that put rejected below irrelevant"
                 raise ValueError(fault)
 
+        # Late interaction compares token by token. `varlen` computes only the vector of the
+        # last token.
         if self.late_interaction is not None and self.training.varlen:
             raise ValueError(
                 "late_interaction needs all tokens' vectors, "
@@ -245,6 +249,7 @@ class TrainReranker(Train):
     @model_validator(mode="after")
     def _check(self) -> "TrainReranker":
         """Check that settings of different sections fit together."""
+        # `needs.directions` is true if the loss also compares, for example, skills with skills.
         if self.loss.needs.directions:
             raise ValueError(
                 "loss: a reranker compares skills only with their query; "
@@ -259,6 +264,8 @@ class TrainReranker(Train):
                 "training: two_pass is for encoders; the lists of a reranker do not share a loss, "
                 "so a larger accumulation does the same"
             )
+        # `dev` ranks a pool during training. A reranker only orders the candidates that another
+        # ranker found. The entry with `source: self` stands for the reranker in training.
         if self.dev is not None:
             self.dev.check(
                 kind="rerank",
@@ -282,13 +289,19 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
 
     Args:
         config: Settings of the training stage.
-        device: Device of the model. On the device meta, it has shapes but no weights.
+        device: Device of the model. On the device meta, the model has shapes but no weights.
+
+    Returns:
+        The model to train. Its frozen weights have `requires_grad` set to false.
 
     Raises:
         SkilltrainError: The model cannot be loaded, or does not fit the settings.
     """
+    # The weights in training may need another number format than the settings of the model say.
     source = config.model.model_copy(update={"precision": _weight_precision(config)})
     set_seed(config.training.seed)  # for new layers
+    # An adapter may need the frozen base model in 4 bits (QLoRA). `shards_state` says whether FSDP2
+    # or DeepSpeed splits the training state over the ranks.
     options = quantizing_options(config.adapter, sharded=shards_state())
     if isinstance(source, EncoderConfig):
         model = load_encoder(source, device, options)
@@ -303,8 +316,10 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         model.network.get_input_embeddings().requires_grad_(False)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
+        # By default, peft casts the inputs of an adapter to float32. Training in bfloat16 runs
+        # under autocast, which would cast the inputs back, so leave out peft's cast.
         if config.training.dtype_on(default_device()) == torch.bfloat16:
-            keep_input_dtype(model.network)  # autocast casts the inputs of adapters
+            keep_input_dtype(model.network)
     return model
 
 

@@ -122,10 +122,12 @@ class TrainingList:
             num_negatives: Number of negatives. A list with fewer keeps all of them.
             rng: Source of random numbers.
         """
+        # First keep the positives only. All other candidates are negatives at this point.
         is_kept = np.array(self.is_positive)  # [candidate]
         negatives = np.flatnonzero(~is_kept)  # positions in the list
-        is_kept[rng.permutation(negatives)[:num_negatives]] = True
+        is_kept[rng.permutation(negatives)[:num_negatives]] = True  # a random sample of them
 
+        # These fields have one value per candidate. Teacher scores may be None.
         columns: dict[str, Any] = {}
         for name in ("skill_ids", "gains", "teacher_scores", "verdicts"):
             values = getattr(self, name)

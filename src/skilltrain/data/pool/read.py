@@ -379,7 +379,17 @@ def read_source(source: Path | str) -> SkillsOrDropped:
 def _read_folder(root: Path) -> SkillsOrDropped:
     """Read the skills of a folder: its SKILLS table, corpus.jsonl, SKILL.md files, or shards.
 
-    Shards are .jsonl, .jsonl.gz and .parquet files. A message names the files that are not read.
+    Only one of these kinds is read. Shards are .jsonl, .jsonl.gz and .parquet files. A message
+    names the files that are not read.
+
+    Args:
+        root: Folder, as an absolute path without links.
+
+    Yields:
+        Skills, and a row of DROPPED for each file or folder that cannot be read.
+
+    Raises:
+        SkilltrainError: The folder has no file of any kind.
     """
     # The stage `pool` writes a table and a run file. Its folder holds no further skills.
     table = table_path(root, SKILLS)
@@ -394,10 +404,10 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         yield from _read_jsonl(corpus)
         return
 
-    # `unreadable` has a row of DROPPED for each link or folder that cannot be followed. If there is
-    # a table, it does not matter, because only the table is read.
+    # `unreadable` has a row of DROPPED for each link or folder that cannot be followed. These rows
+    # are not needed if there is a table, because only the table is read then.
     skill_files, shards, unreadable = _walk(root)
-    # A shard in the folder of a skill is part of that skill.
+    # A shard in the folder of a skill is part of that skill. Shards elsewhere may hold more skills.
     skill_folders = {file.parent for file in skill_files} - {root}
     separate_shards = [
         file for file in shards if file != table and skill_folders.isdisjoint(file.parents)
@@ -409,7 +419,8 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         yield from unreadable
         yield from (_read_skill_file(file, root) for file in skill_files)
         _say_what_is_not_read(separate_shards, root)
-    elif shards:  # without a SKILL.md, no shard is part of a skill
+    # Here no folder has a SKILL.md, so no shard is part of a skill, and all shards are read.
+    elif shards:
         yield from unreadable
         yield from chain.from_iterable(map(_read_shard, shards))
     else:

@@ -165,7 +165,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
     values = {key: as_text(row.get(key)) for key in COLUMNS}
     name = values["name"][:MAX_HEADER_CHARS]
     skill_id = one_line(values["skill_id"] or values["id"] or values["_id"] or name)
-    # The first body column with text in this row, or an empty name.
+    # Name of the first body column that has text in this row, or "" if none of them has text.
     body_column = next((key for key in BODY_COLUMNS if values[key]), "")
     if not skill_id:
         return dropped_skill("", "no_id", f"{where} has neither skill_id nor name")
@@ -179,14 +179,16 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         description = values["description"][:MAX_HEADER_CHARS].strip()
         return Skill(skill_id, name or one_line(values["title"]), description, body, source=source)
 
-    # Make a skill from the body column. Without a name, the last part of the id is the name.
+    # All other rows. If the row gives no name, the last part of the id is the name.
     last_part_of_id = skill_id.rsplit("/", 1)[-1]
     fallback_name = one_line(name or last_part_of_id)
+    # The columns `content` and `skill_md` hold a SKILL.md with frontmatter.
     if body_column in ("content", "skill_md"):
         if is_for_users_only(values[body_column]):
             return dropped_for_users(skill_id)
         skill = parse_skill_file(values[body_column], skill_id, fallback_name)
     else:
+        # The column is `body`, or there is none. Then the body is empty.
         skill = Skill(skill_id, fallback_name, description="", body=values["body"].strip())
     # Add the other columns of the row. They replace the values of the frontmatter.
     skill = _add_columns(skill, values, _facts_in(row), source)

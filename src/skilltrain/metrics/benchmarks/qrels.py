@@ -141,13 +141,17 @@ def beir_files(folder: Path, name: str, split: str | None = None) -> list[Path]:
     Args:
         folder: The folder.
         name: `corpus` or `queries`.
-        split: MTEB may have a file for each split. Then only the files of this split are returned.
+        split: Split whose files are returned, if each file belongs to a split; None for all files.
+
+    Returns:
+        The .jsonl file of BEIR, or the parquet files of MTEB.
     """
     file = folder / f"{name}.jsonl"
     if file.exists():
         return [file]
     files = sorted((folder / name).glob("*.parquet"))
     files_of_split = [file for file in files if _split_of(file) == split]
+    # If no file is named after the split, the files hold the texts of all splits.
     return files_of_split or files
 
 
@@ -184,7 +188,9 @@ def read_skillret(folder: Path, split: str | None) -> Benchmark:
 
 
 def _split_files(folder: Path, split: str | None) -> list[Path]:
-    """Return the files with the judgements of a split. Each is of one split.
+    """Return the files with the judgements of a split.
+
+    A file holds judgements of one split, and is named after this split, as in `test.tsv`.
 
     Args:
         folder: Folder of the files.
@@ -198,6 +204,7 @@ def _split_files(folder: Path, split: str | None) -> list[Path]:
     if not files:
         problem = "holds no judgements: no .tsv, .txt, .jsonl or .parquet file"
         raise SkilltrainError("missing-table", problem, where=folder)
+    # The split None selects every file.
     files_of_split = [file for file in files if split in (None, _split_of(file))]
     if not files_of_split:
         problem = f"holds no split '{split}'"
@@ -216,11 +223,16 @@ def _tasks(file: Path, queries: Mapping[str, QueryRow], origin: str) -> Iterator
         queries: Queries by id.
         origin: Name of the benchmark that the queries come from.
 
+    Yields:
+        A task for each query with judgements: its gold skills, and the gain of each judged skill.
+
     Raises:
-        SkilltrainError: A judgement has an unknown query, or a query and a skill repeat.
+        SkilltrainError: A judgement has an unknown query, or a pair of query and skill appears
+            twice.
     """
     # Group the judgements: score by query id, then by skill id.
     scores_by_query: dict[str, dict[str, float]] = {}
+    # `where` is the file and the line, for errors.
     for where, row in read_qrels(file):
         if row.query_id not in queries:
             problem = f"query '{row.query_id}' is not among the queries"

@@ -42,11 +42,14 @@ class _ToolRow(NamedRow):
 
 
 def read_toolret(folder: Path, split: str | None) -> b.Benchmark:
-    """Read the two data sets, with a tier for each category of tools.
+    """Read ToolRet-Queries and ToolRet-Tools into one benchmark.
+
+    Each category of tools is a tier: a part of the benchmark with its own queries and tools.
 
     Args:
-        folder: Folder with the folders ToolRet-Queries and ToolRet-Tools. In both, each folder has
-            parquet files: of a query set, or of a category of tools.
+        folder: Folder with the folders ToolRet-Queries and ToolRet-Tools. ToolRet-Queries has a
+            folder for each query set, and ToolRet-Tools a folder for each category of tools. Each
+            of these folders has parquet files.
         split: Split to score; None for all. All queries have the split `test`.
     """
     tiers: list[b.Benchmark] = []
@@ -60,7 +63,12 @@ def read_toolret(folder: Path, split: str | None) -> b.Benchmark:
             for where, row in read_rows(_QueryRow, *files):
                 gains = {label.id: label.relevance for label in row.labels if label.relevance > 0}
                 query = Query(row.row_id, row.query, kind="", origin=query_set, split="test")
-                tasks.append(b.task_of(query, Relevance(frozenset(gains), gains), {}, where))
+                # `task_of` adds the labels kind, origin and split, and `as_tier` adds the tier.
+                tasks.append(
+                    b.task_of(
+                        query, Relevance(gold=frozenset(gains), gains=gains), labels={}, where=where
+                    )
+                )
         # `make_benchmark` names the benchmark after the last folder of this path.
         tiers.append(b.as_tier(b.make_benchmark(folder / category, tasks, split, pool=pool)))
     return b.join_tiers(tiers)

@@ -58,13 +58,17 @@ def read_run(file: Path) -> dict[str, list[str]]:
 
 
 def _read_lines(file: Path, *forms: str) -> Iterator[tuple[str, ScoredSkill]]:
-    """Yield (file and line, score) of each line with values.
+    """Read each line with values as the score of a skill for a query.
 
     Values are separated by tabs, or by white space in a line without a tab.
 
     Args:
         file: The file.
-        forms: The forms of a line that are allowed, as the names of its columns.
+        forms: Allowed forms of a line, each as names of columns: "query_id skill_id score". The
+            forms differ in their number of columns.
+
+    Yields:
+        The place of the line (its file and number), and its ScoredSkill.
 
     Raises:
         SkilltrainError: The file cannot be read, or a line has another form.
@@ -74,6 +78,7 @@ def _read_lines(file: Path, *forms: str) -> Iterator[tuple[str, ScoredSkill]]:
     except (OSError, ValueError) as error:
         problem = f"cannot be read: {reason_of(error)}"
         raise SkilltrainError("unreadable-file", problem, where=file) from error
+    # Names of the columns by the number of columns. So the length of a line tells its form.
     columns_by_number = {len(form.split()): form.split() for form in forms}
     for number, line in enumerate(lines, 1):
         values = line.split("\t" if "\t" in line else None)

@@ -46,7 +46,8 @@ def write_judged_sheet(judged: Path, pool: Path, num_queries: int, out: Path) ->
         SkilltrainError: The pool lacks a judged skill.
     """
     skills = {skill.skill_id: skill for skill in read_skills(pool)}
-    judged_queries = select_judged(judged, None)
+    # Pairs of a query and its verdicts by skill id, of the queries of all splits.
+    judged_queries = select_judged(judged, split=None)
     # Pseudo-random numbers of the ids decide the order of queries and skills. So an expert cannot
     # guess a verdict from the order, and a repeated run writes the same sheet.
     judged_queries.sort(key=lambda item: stable_number("sheet", item[0].query_id))
@@ -74,13 +75,17 @@ def read_sheet(sheet: Path, pairs: Iterable[Pair]) -> dict[Pair, Verdict]:
 
     Args:
         sheet: The CSV file.
-        pairs: Ids of the queries and skills that the sheet may judge.
+        pairs: Pairs of a query id and a skill id that the sheet may judge.
+
+    Returns:
+        Verdict by pair of a query id and a skill id.
 
     Raises:
-        SkilltrainError: The sheet is not readable, a verdict is unknown, or a row judges another
-            pair, or the same pair as an earlier row.
+        SkilltrainError: The sheet is not readable, a verdict is unknown, or a row judges a pair
+            that is not in `pairs` or that an earlier row judges too.
     """
-    # In the sheet, an id that looks like a formula begins with an apostrophe. Map cells to ids.
+    # In the sheet, an id that looks like a formula begins with an apostrophe. So look up each pair
+    # of ids by the two cells that the sheet has for the pair.
     pairs_by_cells = {tuple(map(spreadsheet_cell, pair)): pair for pair in pairs}
     verdicts = {}
     for number, values in enumerate(read_sheet_rows(sheet), 1):
@@ -88,6 +93,7 @@ def read_sheet(sheet: Path, pairs: Iterable[Pair]) -> dict[Pair, Verdict]:
         row = validate(SheetRow, values, where)
         # Remove the pair, so that a second row for the same pair is noticed.
         pair = pairs_by_cells.pop((row.query_id, row.skill_id), None)
+        # None: the pair is not to be judged, or an earlier row judges the pair.
         if pair is None:
             problem = f"'{row.skill_id}' is no judged skill of query '{row.query_id}', or repeated"
             raise SkilltrainError("invalid-row", problem, where=where)

@@ -119,30 +119,31 @@ class Admit(Chooser):
     ) -> dict[str, set[str]]:
         """Ask the chat model about each relevant skill, and drop those that are not specific.
 
-        A specific skill holds knowledge that spares the agent search and trial. An unspecific skill
-        holds only general method.
+        A specific skill saves the agent from searching and from trial and error. Other skills hold
+        only general methods.
 
-        A relevant skill without a usable answer is admitted. For each of the two filters, `counts`
-        gets the number of skills that it accepted and the number that it judged.
+        A relevant skill without a usable answer is admitted. `self.counts` gets two numbers for
+        each filter: the skills that it accepted, and the skills that it judged.
 
         Args:
             llm: The chat model.
-            relevancy: Answers of the first filter: the relevant skills of each query. Queries
-                without a usable answer are not among them.
+            relevancy: Answers of the first filter: each question with the skills that it found
+                relevant. Queries without a usable answer are left out.
 
         Returns:
             Ids of the admitted skills by query id.
         """
         asks = []  # a question for each relevant skill
-        admitted_ids = {}  # at first all relevant skills
+        admitted_ids = {}  # skill ids by query id; at first all relevant skills
         for item, skills in relevancy.values:
             for skill in skills:
                 asks.append(self.config.make_ask(item.query, [skill], skill_id=skill.skill_id))
             admitted_ids[item.query_id] = {skill.skill_id for skill in skills}
+        # Counts of the first filter, relevancy. `choices` holds the skills that it judged.
         num_relevant = len(asks)
         num_judged = sum(len(item.choices) for item, _ in relevancy.values)
 
-        # If the settings leave this filter out, no question is asked. Its counts are then 0.
+        # If the settings leave this filter out, drop all questions. The filter's counts are then 0.
         if not self.config.specificity:
             asks = []
         file = self.config.specificity_prompt
@@ -150,6 +151,7 @@ class Admit(Chooser):
         # drop_if_down: if the server is down, questions have no answer, and the stage goes on.
         specificity = ask_all(questions, drop_if_down=True)
         for item, is_specific in specificity.values:
+            # Skills without a usable answer are not among the values, so they stay admitted.
             if not is_specific:
                 admitted_ids[item.query_id].remove(item.skill_id)
 

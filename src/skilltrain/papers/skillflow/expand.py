@@ -146,6 +146,7 @@ class Expand:
         llm = LLM(self.config.llm)  # for both rounds of questions: it counts their tokens and cost
         questions = _questions(self.config, llm, queries)
         estimate_cost(questions)  # prints the cost
+        # If no request can succeed, every task is dropped with the reason "down".
         outcome = ask_all(questions, drop_if_down=True)
         self.counts = outcome.counts()
         values = outcome.values
@@ -153,7 +154,8 @@ class Expand:
         is_down = "down" in self.counts["unusable"]
         if self.config.count > 1 and outcome.dropped and not is_down:
             values = [*values, *self._write_single(llm, queries, outcome.dropped)]
-        # A task may have several answers now, and they may hold equal queries.
+        # A task may have several answers now, and they may hold equal queries. `item` is the
+        # question about a task, and `texts` are the queries that the model wrote for the task.
         texts_by_task = {}
         for item, texts in values:
             task_texts = texts_by_task.get(item.query_id, [])
@@ -165,23 +167,28 @@ class Expand:
     ) -> list[tuple[Ask, list[str]]]:
         """Ask the model for one query at a time for each dropped task, and update the counts.
 
-        Each task is asked about once for each query that it should get, at rising temperatures, so
-        that the answers differ.
+        With the setting `count` 5, the model gets 5 questions about each dropped task, each for one
+        written query. The temperature rises with each question, so that the answers differ.
 
         Args:
-            llm: The chat model, whose counts continue.
+            llm: The chat model, which continues to count its tokens and cost.
             queries: All tasks.
-            dropped: Rows of DROPPED for the tasks without a usable answer.
+            dropped: The tasks without a usable answer.
+
+        Returns:
+            Each usable answer: the question about a task, and a list with the written query.
         """
         failed_ids = {row.query_id for row in dropped}
         failed = [query for query in queries if query.query_id in failed_ids]
         values = []
-        single = self.config.model_copy(update={"count": 1})  # one query per task
+        # These settings ask for one written query per question.
+        single = self.config.model_copy(update={"count": 1})
         for number in range(self.config.count):
             questions = _questions(single, llm, failed, number * _TEMPERATURE_STEP)
             outcome = ask_all(questions, drop_if_down=True)
             values += outcome.values
-            self.counts |= outcome.used  # totals of `llm`, with the tokens of earlier questions
+            # `used` has the tokens and cost of all questions so far, so it replaces earlier totals.
+            self.counts |= outcome.used
 
         num_answered = len({item.query_id for item, _ in values})
         self.counts["num_single"] = num_answered
@@ -227,7 +234,8 @@ def _questions(
         config: Settings.
         llm: The chat model.
         queries: The tasks.
-        added_temperature: Added to the model's temperature in the first attempt.
+        added_temperature: Added to the model's temperature in every attempt. A retry adds
+            `_TEMPERATURE_STEP` more for each attempt before it.
     """
     count = config.count  # number of queries to write for each task
     question = _ONE if count == 1 else _SEVERAL.format(count=count)
@@ -242,6 +250,7 @@ def _questions(
         """Return what an attempt, counted from 0, adds to the temperature of the settings."""
         return added_temperature + attempt * _TEMPERATURE_STEP
 
+    # The field of the questions is a function of the attempt's number.
     return replace(questions, added_temperature=temperature_of)
 
 

@@ -34,7 +34,8 @@ def field_attention(
         model_name: Name of the reranker in a report.
 
     Returns:
-        Averages over all pairs. Each share is a dict of a number by name of the field.
+        Averages over all pairs. Shares are dicts from a field's name to a number, such as
+        `{"name": 0.1, "description": 0.2, "body": 0.7}`.
 
         - `model`: name of the reranker.
         - `layers`: share of attention in each layer.
@@ -53,15 +54,16 @@ def field_attention(
         problem = "no (query, skill) pairs to read the attention of"
         raise SkilltrainError("nothing-to-analyse", problem, where=model_name)
 
-    shares: list[LayerShares] = []  # of each pair
-    token_shares: list[Float[np.ndarray, " field"]] = []
+    # Each list below has one item for each pair.
+    shares: list[LayerShares] = []  # share of attention: [layer, field]
+    token_shares: list[Float[np.ndarray, " field"]] = []  # share of the skill's tokens: [field]
     body_lengths = []  # tokens of the body that the model sees
     rows = []
     # Only the plain ("eager") implementation of attention returns the weights.
     with _eager_attention(reranker.network):
         for query, skill in track(pairs, "attention by field", len(pairs)):
             [pair] = reranker.tokenize(query.text, [skill])
-            in_field = token_fields(reranker, skill)  # [token, field]
+            in_field = token_fields(reranker, skill)  # [token, field], True in the token's field
             num_tokens = len(in_field) - pair.num_cut  # tokens of the skill that the model sees
             in_field = in_field[:num_tokens]
             shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
@@ -76,7 +78,9 @@ def field_attention(
             }
             rows.append(row)
 
-    means = _layer_means(np.mean(shares, axis=0))  # `layers`, `groups` and `overall`
+    # The stacked shares have the axes [pair, layer, field]. Axis 0 averages over pairs, and axis 1
+    # over layers. `means` has the keys `layers`, `groups` and `overall`.
+    means = _layer_means(np.mean(shares, axis=0))
     tokens = _by_field(np.mean(token_shares, axis=0))
     over_pairs = pair_statistics(np.mean(shares, axis=1), body_lengths)
     further = {"tokens": tokens, "over_pairs": over_pairs, "pairs": rows}
@@ -107,10 +111,11 @@ def pair_statistics(
     Returns:
         - `sd`: standard deviation of the share by field.
         - `num_body_most`: number of pairs in which the body has the largest share.
-        - `body_length_r`: Pearson's correlation of the body's share with its length, or None if
-            one of them is equal in all pairs.
+        - `body_length_r`: Pearson's correlation of the body's share with the body's length. None
+            if the share or the length is the same in all pairs.
     """
-    body_shares = shares[:, _BODY]
+    body_shares = shares[:, _BODY]  # [pair]
+    # The correlation is only defined if both values vary. `ptp` is the maximum minus the minimum.
     varies = np.ptp(body_shares) > 0 and np.ptp(body_lengths) > 0
     return {
         "sd": _by_field(shares.std(0)),
@@ -261,18 +266,21 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     - A token belongs to the field that most of its characters come from: ` pods` belongs to the
       name, although its space does not.
     - Tokens of separators and of the template's words belong to no field.
-    - If a character takes several tokens, each of them counts.
+    - If a character is split into several tokens, each of these tokens belongs to its field.
 
     Returns:
-        A row for each token, with at most one True.
+        A row for each token, with True in the column of the token's field. Tokens of no field have
+        no True.
     """
     template = reranker.settings.template
     prompt = template.skill_prompt()
-    lead = f"\n{prompt}" if prompt else ""  # PairTokenizer puts it before the skill
+    # PairTokenizer puts this text before the skill, and it can change the skill's first tokens.
+    lead = f"\n{prompt}" if prompt else ""
     text = lead + template.render_skill(skill)
     ids, spans = reranker.pair_tokenizer.text.ids_and_spans(text)
     [skill_ids] = reranker.pair_tokenizer.skill_ids([skill])
-    num_lead = len(ids) - len(skill_ids)  # tokens of the lead alone
+    # `skill_ids` lacks the tokens of the line break, which come first in `ids`.
+    num_lead = len(ids) - len(skill_ids)
     if ids[num_lead:] != skill_ids:
         raise RuntimeError("a skill's tokens and its characters do not match")
 
@@ -288,10 +296,11 @@ def token_fields(reranker: Reranker, skill: Skill) -> Bool[np.ndarray, "token fi
     # Find the field of each token.
     in_field = np.zeros((len(skill_ids), len(FIELDS)), dtype=bool)  # [token, field]
     for token, (start, end) in enumerate(spans[num_lead:]):
-        # For a run of spaces, some tokenizers return an empty span after the last space. Widen an
-        # empty span by the character before it.
+        # For a run of spaces, some tokenizers return an empty span (start = end) after the last
+        # space. Start an empty span one character earlier. Other spans stay as they are.
         start = min(start, end - 1)
         num_chars = char_in_field[start:end].sum(0)  # [field]
         if num_chars.any():
+            # The field with the most characters of the token gets the token.
             in_field[token, num_chars.argmax()] = True
     return in_field
