@@ -121,7 +121,7 @@ def test_ranker_that_only_chooses_is_no_leg():
 
 
 def test_schema_lists_the_settings_of_all_rankers():
-    schema = json.dumps(json.loads(succeeds("recipes", "--schema", "evaluate").out))
+    schema = json.dumps(json.loads(succeeds("recipes", "schema", "evaluate").out))
 
     for kind in plugin_paths("ranker"):
         assert f'"const": "{kind}"' in schema

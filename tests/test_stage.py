@@ -142,7 +142,7 @@ def test_what_is_no_stage_is_refused(stage: Any, fault: str):
 def test_program_has_few_commands_in_panels():
     program: Any = typer.main.get_command(app)
 
-    assert len(program.commands) <= 30
+    assert len(program.commands) <= 32
     panels = [command.rich_help_panel for command in program.commands.values()]
     assert {*panels} == {"Start here", "Data", "Train", "Evaluate", "Publish", "Use", "Papers"}
 

@@ -24,7 +24,8 @@ _DATABASE_URL = re.compile(
     r"(?:\+\w{1,12})?://[\w.%-]{0,40}:"
     r"(?P<password>[^\s@/:\"'`<>{}$\[\]]{8,64})@(?P<host>[\w-]{1,60}(?:\.[\w-]{1,60}){1,6})"
 )
-_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']+:[^/\s@\"']+@")  # https://USER:PASSWORD@
+# https://USER:PASSWORD@
+_URL_PASSWORD = re.compile(r"https?://[^/\s:@\"']{1,100}:[^/\s@\"']{1,200}@")
 _NAMED_KEY = re.compile(  # aws_secret_access_key = KEY, ?api_key=KEY, https://KEY@
     r"(?:(?:secret_access_key|api_?key|(?:access|auth)_token|[?&]token|password)\W{1,8}"
     r"|https?://(?=[\w-]{12,200}@))(?P<key>[\w/+.-]{12,200})",
