@@ -24,6 +24,7 @@ from starlette.testclient import TestClient
 from skilltrain.data.lists import JUDGED
 from skilltrain.data.use_log import UseLog
 from skilltrain.metrics.bootstrap import paired_differences
+from skilltrain.serving import fit
 from skilltrain.serving.access import read_access
 from skilltrain.serving.router import Router
 from skilltrain.serving.servers import new_http_app
@@ -60,6 +61,12 @@ class Request:
 
     text: str
     skill_id: str
+
+
+@pytest.fixture(autouse=True)
+def no_calibration(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave out the calibration, which takes half of the time. test_fit.py tests it."""
+    monkeypatch.setattr(fit, "_calibrate", lambda runner, is_trained: None)
 
 
 @pytest.fixture(scope="module")
