@@ -241,6 +241,18 @@ def test_beir_folder_is_read_back(lists: Path):
 
 
 @pytest.mark.parametrize(
+    ("split", "code"), [("../../../x", "path-outside-folder"), ("", "invalid-value")]
+)
+def test_split_leads_to_no_other_folder(lists: Path, split: str, code: str):
+    write_ours(lists, [("q1", "first", split)], {"q1": {"a": "required"}})
+
+    with raises(code):
+        export_data(lists, "beir", lists.parent / "deep" / "out")
+
+    assert not list(lists.parent.rglob("*.tsv"))
+
+
+@pytest.mark.parametrize(
     ("form", "table", "message"),
     [
         ("pairs", "skills", "no skills table here"),

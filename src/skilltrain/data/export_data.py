@@ -12,7 +12,7 @@ from typing import Any, get_args
 from skilltrain.data import DataForm
 from skilltrain.data.read_formats import read_texts
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import staged_folder, write_text
+from skilltrain.files import path_inside, staged_folder, write_text
 from skilltrain.records import POSITIVE, Judgement, Query, Skill, Verdict
 from skilltrain.stage import Summary
 from skilltrain.tables import (
@@ -79,7 +79,8 @@ def export_data(
             return _write_lists(read_texts(source), folder)
         lines_by_file = _lines_of(Path(source), to, Path(pool or source))
         for name, lines in lines_by_file.items():
-            write_text(folder / name, "\n".join([*lines, ""]))
+            # The name may hold a split or a stage of a stranger's table, such as `../../x`.
+            write_text(path_inside(folder, name, source), "\n".join([*lines, ""]))
         return {name: len(lines) for name, lines in lines_by_file.items()}
 
 
@@ -196,6 +197,7 @@ def _beir_lines(source: Path, skills: Iterable[Skill]) -> LinesByFile:
 
     Raises:
         KeyError: A judgement has an unknown query.
+        SkilltrainError: A query has no split.
     """
     lines_by_file: LinesByFile = {"corpus.jsonl": [], "queries.jsonl": []}
     for skill in skills:
@@ -204,6 +206,10 @@ def _beir_lines(source: Path, skills: Iterable[Skill]) -> LinesByFile:
         lines_by_file["corpus.jsonl"].append(json.dumps(document, ensure_ascii=False))
     qrels_files: dict[str, str] = {}  # file of the query's judgements, by query id
     for query in read_queries(source):
+        # The split becomes the name of a file, and a file `.tsv` could not be read back.
+        if not query.split:
+            problem = f"query '{query.query_id}' has no split"
+            raise SkilltrainError("invalid-value", problem, where=source)
         row = {"_id": query.query_id, "text": query.text}
         lines_by_file["queries.jsonl"].append(json.dumps(row, ensure_ascii=False))
         qrels_files[query.query_id] = f"qrels/{query.split}.tsv"
