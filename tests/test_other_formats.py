@@ -12,6 +12,7 @@ from ir_measures import AP, nDCG
 from benchmark_folders import write, write_ours, write_parquet, write_rankings
 from faults import raises
 from skilltrain import SkilltrainError, export_data, read_table, write_table
+from skilltrain.data.read_formats import beir_query_rows
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.benchmarks.trec import read_run
 from skilltrain.metrics.measures import parse_measures, per_query
@@ -81,6 +82,17 @@ def test_beir_queries_have_judgements(beir: Path, pool: Path, name: str):
         "q2": {"d2": "required"},
         "q3": {"d3": "required"},
     }
+
+
+def test_beir_judgements_have_fixed_order(beir: Path):
+    scores = {f"d{number}": number % 2 for number in range(20)}
+    lines = [f"q1\t{skill_id}\t{score}\n" for skill_id, score in scores.items()]
+    write(beir, {"qrels/train.tsv": HEADER + "".join(lines)})
+
+    rows = [row for _, row in beir_query_rows(beir) if row["query_id"] == "q1"]
+
+    assert rows[0]["required"] == sorted(skill_id for skill_id in scores if scores[skill_id])
+    assert rows[0]["irrelevant"] == sorted(skill_id for skill_id in scores if not scores[skill_id])
 
 
 def test_mteb_validation_becomes_dev(beir: Path, pool: Path):

@@ -37,9 +37,10 @@ def beir_query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 "query": query.text,
                 "origin": query.origin,
                 "split": _SPLITS.get(query.split),
-                "required": [*gold],
+                # The order of a set differs between two runs of Python.
+                "required": sorted(gold),
                 # `gains` has all judged skills.
-                "irrelevant": [*task.relevance.gains.keys() - gold],
+                "irrelevant": sorted(task.relevance.gains.keys() - gold),
             },
         )
 
