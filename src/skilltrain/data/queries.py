@@ -52,12 +52,12 @@ from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verd
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     DROPPED,
+    JUDGEMENTS,
     QUERIES,
     SKILLS,
     read_queries,
     read_skills,
     read_table,
-    read_verdicts,
     table_path,
     write_queries,
     write_table,
@@ -238,6 +238,7 @@ class Entry(BaseModel, frozen=True):
     reason: OptionalLine = None
     why: OptionalLine = None
     group: OptionalLine = None
+    judge: OptionalLine = None
 
 
 class RejectedEntry(Entry, frozen=True):
@@ -425,7 +426,7 @@ class _QueryReader:
                     query.query_id,
                     skill_id,
                     verdict,
-                    judge=query.origin,
+                    judge=entry.judge or query.origin,
                     reason=entry.reason,
                     why=entry.why,  # explains the reason in words
                     group=entry.group,
@@ -573,13 +574,14 @@ def check_query_files(files: Iterable[Path]) -> None:
 
 def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the queries of the tables QUERIES and JUDGEMENTS as rows of a query file."""
-    verdicts_by_query = read_verdicts(folder)
-    for query in read_queries(folder):
-        row: dict[str, Any] = asdict(query)
-        # The keys of a query file are the verdicts, each with a list of skills.
-        for skill_id, verdict in verdicts_by_query.get(query.query_id, {}).items():
-            row.setdefault(verdict.value, []).append(skill_id)
-        yield f"{folder}, query {query.query_id}", row
+    # The keys of a query file are the verdicts, each with a list of judged skills. A query without
+    # a judgement requires no skill.
+    rows = {query.query_id: asdict(query) | {"required": []} for query in read_queries(folder)}
+    for judgement in read_table(folder, JUDGEMENTS).to_pylist():
+        if row := rows.get(judgement["query_id"]):
+            row.setdefault(judgement["verdict"], []).append(judgement)
+    for query_id, row in rows.items():
+        yield f"{folder}, query {query_id}", row
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
