@@ -397,6 +397,15 @@ def test_log_and_files_go_together(pool, tmp_path):
     assert verdicts.keys() == {"merge pdf", "split pdf"}
 
 
+def test_log_hides_no_fault_of_files(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    row = {"query": "split pdf", "skill_ids": ["typo"], "split": "train"}
+    write_jsonl(tmp_path / "mine.jsonl", [row])
+
+    with raises("unknown-skill"):
+        learn(pool, files=tmp_path / "mine.jsonl", from_log=tmp_path / "log")
+
+
 def test_neither_log_nor_files_is_refused(pool, tmp_path):
     with raises("nothing-left"):
         Queries(pool=pool, out=tmp_path / "queries").run(tmp_path)

@@ -173,15 +173,15 @@ class Queries(Stage):
         missing = [row for row in dropped if row.filter == "missing_gold"]
         incomplete_ids = {row.query_id for row in missing}
         # A skill that was loaded some time ago may be gone, so a log may name it.
-        if missing and self.missing_gold == "error" and not self.from_log:
-            query_id = missing[0].query_id
-            problem = (
-                f"query '{query_id}' requires skill '{missing[0].skill_id}', which is not in "
-                f"{self.pool}"
-            )
-            if len(incomplete_ids) > 1:
-                problem += f" (and {len(incomplete_ids) - 1} more)"
-            where = reader.queries[query_id].where
+        faults = [row for row in missing if reader.queries[row.query_id].query.origin != USE_ORIGIN]
+        if faults and self.missing_gold == "error":
+            first = faults[0]
+            problem = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not "
+            problem += f"in {self.pool}"
+            num_others = len({row.query_id for row in faults}) - 1
+            if num_others:
+                problem += f" (and {num_others} more)"
+            where = reader.queries[first.query_id].where
             fix = "add its source to the pool, or set missing_gold: drop"
             raise SkilltrainError("unknown-skill", problem, where=where, fix=fix)
         judgements = [row for row in judgements if row.query_id not in incomplete_ids]
