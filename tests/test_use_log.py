@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from faults import raises
 from skilltrain.data import use_log
@@ -407,8 +408,8 @@ def test_log_hides_no_fault_of_files(pool, tmp_path):
 
 
 def test_neither_log_nor_files_is_refused(pool, tmp_path):
-    with raises("nothing-left"):
-        Queries(pool=pool, out=tmp_path / "queries").run(tmp_path)
+    with pytest.raises(ValidationError, match="give 'files' or 'from_log'"):
+        Queries(pool=pool, out=tmp_path / "queries")
 
 
 def test_page_shows_what_will_be_learned(pool, tmp_path):

@@ -33,6 +33,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     field_validator,
+    model_validator,
 )
 
 from skilltrain.config import Config, InputPath, InputPaths, validate
@@ -150,6 +151,13 @@ class Queries(Stage):
                 matches = [file]
             expanded += matches
         return tuple(expanded)
+
+    @model_validator(mode="after")
+    def _check_inputs(self) -> "Queries":
+        """Check that there is something to read."""
+        if not self.files and self.from_log is None:
+            raise ValueError("give 'files' or 'from_log'")
+        return self
 
     def run(self, out: Path) -> Summary:
         """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts.
