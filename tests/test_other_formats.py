@@ -12,7 +12,7 @@ from ir_measures import AP, nDCG
 from benchmark_folders import write, write_ours, write_parquet, write_rankings
 from faults import raises
 from skilltrain import SkilltrainError, export_data, read_table, write_table
-from skilltrain.data.read_formats import beir_query_rows
+from skilltrain.data.read_formats import beir_query_rows, read_texts
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.benchmarks.trec import read_run
 from skilltrain.metrics.measures import parse_measures, per_query
@@ -361,6 +361,12 @@ def test_pairs_of_dataset_get_random_negative(tmp_path: Path):
     assert sum(map(len, read_verdicts(tmp_path / "lists").values())) == 3  # no random text
 
 
+def test_first_row_may_lack_negative():
+    rows = [{"a": "x", "b": "y"}, {"a": "x", "b": "z", "c": "no"}]
+
+    assert read_texts(rows) == {"x": {"y": "required", "z": "required", "no": "irrelevant"}}
+
+
 def test_encoder_trains_on_texts(tmp_path: Path):
     export_data(TRIPLETS, "lists", tmp_path / "lists")
     source = ListsSource(pool=tmp_path / "lists", lists=tmp_path / "lists")
@@ -377,7 +383,7 @@ def test_encoder_trains_on_texts(tmp_path: Path):
         ([{"anchor": "a"}], "row 1: is no row of texts: anchor (the columns are a query"),
         ([{"a": "x", "b": "y", "label": 1}], "row 1: is no row of texts: a, b, label"),
         ([{"a": "x", "b": "y"}, {"a": "x", "c": "z"}], "row 2: is no row of texts: a, c"),
-        ([{"a": "x", "b": ""}], "row 1: is no row of texts"),
+        ([{"a": "x", "b": " "}], "row 1: is no row of texts"),
         ([], "there is no row of texts"),
     ],
 )
