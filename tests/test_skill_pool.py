@@ -273,6 +273,16 @@ def test_jsonl_rows_in_several_spellings(tmp_path):
     assert first_row == row("x/one", **facts) | dict.fromkeys(SKILL_FACTS)
 
 
+def test_row_with_text_keeps_its_columns(tmp_path):
+    columns = {"source": "org/repo", "license": "MIT", "category": "c", "author": "anna"}
+    write(tmp_path, {"s.jsonl": [{"id": "x", "title": "T", "text": "Body.", **columns}]})
+
+    (skill,), _, _ = make(tmp_path, tmp_path / "s.jsonl")
+
+    assert {key: skill[key] for key in columns} == columns
+    assert (skill["name"], skill["description"], skill["body"]) == ("T", "", "Body.")
+
+
 def test_jsonl_values_that_are_no_text_become_null(tmp_path):
     nan = float("nan")
     infinity = float("inf")
