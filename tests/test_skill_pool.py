@@ -247,6 +247,16 @@ def test_files_of_read_skill_are_not_counted(mixed_folder: Path, tmp_path, capsy
     assert "2 other files with skills are not read, the first deep/skills.parquet" in messages
 
 
+def test_corpus_alone_hides_no_skills(mixed_folder: Path, tmp_path, capsys):
+    (mixed_folder / "skills.parquet").unlink()
+    (mixed_folder / "more.jsonl").rename(mixed_folder / "corpus.jsonl")
+
+    skill_ids, messages = make_with_messages(tmp_path, mixed_folder, capsys)
+
+    assert skill_ids == ["skills/a"]
+    assert "2 other files with skills are not read, the first corpus.jsonl" in messages
+
+
 # Tables -----------------------------------------------------------------------
 
 
