@@ -286,14 +286,33 @@ def test_lists_without_negatives_give_no_triplets(lists: Path):
 
     outcome = skilltrain("export-data", lists, "--to", "triplets", "--out", lists.parent / "out")
 
-    assert "no list has a negative" in outcome.error_line
+    assert "no list has a positive and a negative" in outcome.error_line
 
 
-def test_pool_without_a_listed_skill_is_refused(lists: Path):
+def test_lists_without_positives_give_no_pairs(lists: Path):
+    row = {"query_id": "q1", "skill_ids": ["c"], "verdicts": ["rejected"], "sources": ["x"]}
+    write_table([row | {"ranks": [0]}], "lists", lists)
+
+    with raises("nothing-left") as error:
+        export_data(lists, "pairs", lists.parent / "out")
+
+    assert "no list has a positive" in str(error.value)
+
+
+def test_runs_of_stages_are_not_merged(lists: Path):
+    ranking = {"q1": [("a", 1.0)]}
+    write_rankings(lists, {"a b": ranking, "a_b": ranking})
+
+    with raises("repeated-id"):
+        export_data(lists, "trec", lists.parent / "out")
+
+
+@pytest.mark.parametrize("form", ["pairs", "beir"])
+def test_pool_without_a_listed_skill_is_refused(lists: Path, form: str):
     write_table([Skill("a", "N", "", "b")], "skills", lists.parent / "other")
 
     outcome = skilltrain(
-        "export-data", lists, "--to", "pairs", "--pool", lists.parent / "other", "--out", "never"
+        "export-data", lists, "--to", form, "--pool", lists.parent / "other", "--out", "never"
     )
 
     assert "the pool or the queries lack the id 'b'" in outcome.error_line
