@@ -20,6 +20,7 @@ from skilltrain.files import (
     fingerprint,
     read_json,
     read_jsonl,
+    read_records,
     staged_folder,
     sync,
     write_json,
@@ -328,3 +329,14 @@ def test_empty_folder_is_removed_before_rename(tmp_path: Path, monkeypatch: pyte
         (staged / "file").touch()
 
     assert existed == [False]
+
+
+def test_csv_cells_stay_texts(tmp_path: Path):
+    (tmp_path / "t.csv").write_text("query_id,text,split\n007,true,\n008,2020-01-01,\n")
+
+    rows = [row for _, row in read_records(tmp_path / "t.csv")]
+
+    assert rows == [
+        {"query_id": "007", "text": "true", "split": None},
+        {"query_id": "008", "text": "2020-01-01", "split": None},
+    ]

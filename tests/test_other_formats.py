@@ -12,6 +12,7 @@ from ir_measures import AP, nDCG
 from benchmark_folders import write, write_ours, write_parquet, write_rankings
 from faults import raises
 from skilltrain import SkilltrainError, export_data, read_table, write_table
+from skilltrain.data.read_formats import beir_query_rows, read_texts
 from skilltrain.metrics.benchmarks.load import load_benchmark
 from skilltrain.metrics.benchmarks.trec import read_run
 from skilltrain.metrics.measures import parse_measures, per_query
@@ -81,6 +82,17 @@ def test_beir_queries_have_judgements(beir: Path, pool: Path, name: str):
         "q2": {"d2": "required"},
         "q3": {"d3": "required"},
     }
+
+
+def test_beir_judgements_have_fixed_order(beir: Path):
+    scores = {f"d{number}": number % 2 for number in range(20)}
+    lines = [f"q1\t{skill_id}\t{score}\n" for skill_id, score in scores.items()]
+    write(beir, {"qrels/train.tsv": HEADER + "".join(lines)})
+
+    rows = [row for _, row in beir_query_rows(beir) if row["query_id"] == "q1"]
+
+    assert rows[0]["required"] == sorted(skill_id for skill_id in scores if scores[skill_id])
+    assert rows[0]["irrelevant"] == sorted(skill_id for skill_id in scores if not scores[skill_id])
 
 
 def test_mteb_validation_becomes_dev(beir: Path, pool: Path):
@@ -241,6 +253,18 @@ def test_beir_folder_is_read_back(lists: Path):
 
 
 @pytest.mark.parametrize(
+    ("split", "code"), [("../../../x", "path-outside-folder"), ("", "invalid-value")]
+)
+def test_split_leads_to_no_other_folder(lists: Path, split: str, code: str):
+    write_ours(lists, [("q1", "first", split)], {"q1": {"a": "required"}})
+
+    with raises(code):
+        export_data(lists, "beir", lists.parent / "deep" / "out")
+
+    assert not list(lists.parent.rglob("*.tsv"))
+
+
+@pytest.mark.parametrize(
     ("form", "table", "message"),
     [
         ("pairs", "skills", "no skills table here"),
@@ -262,14 +286,33 @@ def test_lists_without_negatives_give_no_triplets(lists: Path):
 
     outcome = skilltrain("export-data", lists, "--to", "triplets", "--out", lists.parent / "out")
 
-    assert "no list has a negative" in outcome.error_line
+    assert "no list has a positive and a negative" in outcome.error_line
 
 
-def test_pool_without_a_listed_skill_is_refused(lists: Path):
+def test_lists_without_positives_give_no_pairs(lists: Path):
+    row = {"query_id": "q1", "skill_ids": ["c"], "verdicts": ["rejected"], "sources": ["x"]}
+    write_table([row | {"ranks": [0]}], "lists", lists)
+
+    with raises("nothing-left") as error:
+        export_data(lists, "pairs", lists.parent / "out")
+
+    assert "no list has a positive" in str(error.value)
+
+
+def test_runs_of_stages_are_not_merged(lists: Path):
+    ranking = {"q1": [("a", 1.0)]}
+    write_rankings(lists, {"a b": ranking, "a_b": ranking})
+
+    with raises("repeated-id"):
+        export_data(lists, "trec", lists.parent / "out")
+
+
+@pytest.mark.parametrize("form", ["pairs", "beir"])
+def test_pool_without_a_listed_skill_is_refused(lists: Path, form: str):
     write_table([Skill("a", "N", "", "b")], "skills", lists.parent / "other")
 
     outcome = skilltrain(
-        "export-data", lists, "--to", "pairs", "--pool", lists.parent / "other", "--out", "never"
+        "export-data", lists, "--to", form, "--pool", lists.parent / "other", "--out", "never"
     )
 
     assert "the pool or the queries lack the id 'b'" in outcome.error_line
@@ -337,6 +380,12 @@ def test_pairs_of_dataset_get_random_negative(tmp_path: Path):
     assert sum(map(len, read_verdicts(tmp_path / "lists").values())) == 3  # no random text
 
 
+def test_first_row_may_lack_negative():
+    rows = [{"a": "x", "b": "y"}, {"a": "x", "b": "z", "c": "no"}]
+
+    assert read_texts(rows) == {"x": {"y": "required", "z": "required", "no": "irrelevant"}}
+
+
 def test_encoder_trains_on_texts(tmp_path: Path):
     export_data(TRIPLETS, "lists", tmp_path / "lists")
     source = ListsSource(pool=tmp_path / "lists", lists=tmp_path / "lists")
@@ -353,7 +402,7 @@ def test_encoder_trains_on_texts(tmp_path: Path):
         ([{"anchor": "a"}], "row 1: is no row of texts: anchor (the columns are a query"),
         ([{"a": "x", "b": "y", "label": 1}], "row 1: is no row of texts: a, b, label"),
         ([{"a": "x", "b": "y"}, {"a": "x", "c": "z"}], "row 2: is no row of texts: a, c"),
-        ([{"a": "x", "b": ""}], "row 1: is no row of texts"),
+        ([{"a": "x", "b": " "}], "row 1: is no row of texts"),
         ([], "there is no row of texts"),
     ],
 )

@@ -336,3 +336,19 @@ def test_pattern_may_be_relative(two_files: Path, monkeypatch):
     config = Queries.model_validate({"files": ["../*.jsonl"], "pool": "../pool", "out": "o"})
 
     assert config.files == (Path("../a.jsonl"), Path("../b.jsonl"))
+
+
+def test_tables_keep_all_columns_of_judgements(tmp_path):
+    values = {"verdict": "rejected", "reason": "scope_mismatch", "why": "too wide"}
+    rejected = {"query_id": "q", "skill_id": "b", "group": "g", "judge": "anna"} | values
+    required = dict.fromkeys(rejected) | {"query_id": "q", "skill_id": "a", "judge": "bo"}
+    required["verdict"] = "required"
+    texts = {"text": "x", "kind": "single", "origin": "hand", "split": "train"}
+    queries = [{"query_id": query_id, **texts} for query_id in ("q", "unjudged")]
+    write_table(queries, QUERIES, tmp_path / "tables")
+    write_table([required, rejected], JUDGEMENTS, tmp_path / "tables")
+
+    _, judgements, dropped, _ = make(tmp_path, tmp_path / "tables")
+
+    assert judgements == [required, rejected]
+    assert dropped_keys(dropped) == [("unjudged", "", "no_gold")]

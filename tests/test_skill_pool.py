@@ -247,6 +247,16 @@ def test_files_of_read_skill_are_not_counted(mixed_folder: Path, tmp_path, capsy
     assert "2 other files with skills are not read, the first deep/skills.parquet" in messages
 
 
+def test_corpus_alone_hides_no_skills(mixed_folder: Path, tmp_path, capsys):
+    (mixed_folder / "skills.parquet").unlink()
+    (mixed_folder / "more.jsonl").rename(mixed_folder / "corpus.jsonl")
+
+    skill_ids, messages = make_with_messages(tmp_path, mixed_folder, capsys)
+
+    assert skill_ids == ["skills/a"]
+    assert "2 other files with skills are not read, the first corpus.jsonl" in messages
+
+
 # Tables -----------------------------------------------------------------------
 
 
@@ -271,6 +281,16 @@ def test_jsonl_rows_in_several_spellings(tmp_path):
     assert named["description"] == "a, b"
     assert nul["body"] == "ab c"
     assert first_row == row("x/one", **facts) | dict.fromkeys(SKILL_FACTS)
+
+
+def test_row_with_text_keeps_its_columns(tmp_path):
+    columns = {"source": "org/repo", "license": "MIT", "category": "c", "author": "anna"}
+    write(tmp_path, {"s.jsonl": [{"id": "x", "title": "T", "text": "Body.", **columns}]})
+
+    (skill,), _, _ = make(tmp_path, tmp_path / "s.jsonl")
+
+    assert {key: skill[key] for key in columns} == columns
+    assert (skill["name"], skill["description"], skill["body"]) == ("T", "", "Body.")
 
 
 def test_jsonl_values_that_are_no_text_become_null(tmp_path):

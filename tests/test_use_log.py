@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from faults import raises
 from skilltrain.data import use_log
@@ -397,9 +398,18 @@ def test_log_and_files_go_together(pool, tmp_path):
     assert verdicts.keys() == {"merge pdf", "split pdf"}
 
 
+def test_log_hides_no_fault_of_files(pool, tmp_path):
+    log_use(tmp_path / "log", "b")
+    row = {"query": "split pdf", "skill_ids": ["typo"], "split": "train"}
+    write_jsonl(tmp_path / "mine.jsonl", [row])
+
+    with raises("unknown-skill"):
+        learn(pool, files=tmp_path / "mine.jsonl", from_log=tmp_path / "log")
+
+
 def test_neither_log_nor_files_is_refused(pool, tmp_path):
-    with raises("nothing-left"):
-        Queries(pool=pool, out=tmp_path / "queries").run(tmp_path)
+    with pytest.raises(ValidationError, match="give 'files' or 'from_log'"):
+        Queries(pool=pool, out=tmp_path / "queries")
 
 
 def test_page_shows_what_will_be_learned(pool, tmp_path):

@@ -292,6 +292,8 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Read the rows of a .jsonl, .jsonl.gz, .parquet or .csv file as dicts.
 
+    All values of a .csv file are texts, and empty cells are None.
+
     Args:
         path: The file. Its suffix tells the format.
 
@@ -315,7 +317,16 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             table = parquet.read_table(path)
         elif kind == ".csv":
             options = csv.ParseOptions(newlines_in_values=True)
-            table = csv.read_csv(path, parse_options=options)
+            with csv.open_csv(path, parse_options=options) as file:
+                names = file.schema.names
+            # Read all cells as texts, because a number would turn the id 007 into 7. Only empty
+            # cells are missing values.
+            columns = csv.ConvertOptions(
+                column_types=dict.fromkeys(names, pa.string()),
+                strings_can_be_null=True,
+                null_values=[""],
+            )
+            table = csv.read_csv(path, parse_options=options, convert_options=columns)
         else:
             # This error is no OSError, so the `except` below does not catch it.
             problem = "cannot tell what this file is"

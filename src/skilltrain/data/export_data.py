@@ -12,7 +12,7 @@ from typing import Any, get_args
 from skilltrain.data import DataForm
 from skilltrain.data.read_formats import read_texts
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import staged_folder, write_text
+from skilltrain.files import path_inside, staged_folder, write_text
 from skilltrain.records import POSITIVE, Judgement, Query, Skill, Verdict
 from skilltrain.stage import Summary
 from skilltrain.tables import (
@@ -79,7 +79,8 @@ def export_data(
             return _write_lists(read_texts(source), folder)
         lines_by_file = _lines_of(Path(source), to, Path(pool or source))
         for name, lines in lines_by_file.items():
-            write_text(folder / name, "\n".join([*lines, ""]))
+            # The name may hold a split or a stage of a stranger's table, such as `../../x`.
+            write_text(path_inside(folder, name, source), "\n".join([*lines, ""]))
         return {name: len(lines) for name, lines in lines_by_file.items()}
 
 
@@ -141,7 +142,8 @@ def _texts(source: Path, skills: Iterable[Skill], form: DataForm) -> LinesByFile
             rows.append({"anchor": queries[row["query_id"]], "positive": positive, **numbered})
 
     if not rows:
-        raise SkilltrainError("nothing-left", "no list has a negative", where=source)
+        needed = "a positive and a negative" if form == "triplets" else "a positive"
+        raise SkilltrainError("nothing-left", f"no list has {needed}", where=source)
     # All rows must have the same columns. Tuples of other lengths than most are left out.
     num_columns = mode(map(len, rows))
     lines = [json.dumps(row, ensure_ascii=False) for row in rows if len(row) == num_columns]
@@ -154,13 +156,20 @@ def _trec_lines(source: Path) -> LinesByFile:
     """Return the rankings of a folder as runs, and its judgements as qrels.txt.
 
     Raises:
-        SkilltrainError: The folder has neither table, or an id has white space.
+        SkilltrainError: The folder has neither table, an id has white space, or two stages would
+            be written to one file.
     """
     lines_by_file: LinesByFile = {}
+    stages: dict[str, str] = {}  # stage in the table, by its name in the run
     if table_path(source, RANKINGS).is_file():
         for row in read_table(source, RANKINGS).to_pylist():
             # A name such as `encoder runs/encoder` becomes `encoder_runs_encoder`.
-            row["stage"] = row["stage"].replace("/", "_").replace(" ", "_")
+            stage = row["stage"]
+            row["stage"] = stage.replace("/", "_").replace(" ", "_")
+            other = stages.setdefault(row["stage"], stage)
+            if other != stage:
+                problem = f"the stages {other!r} and {stage!r} would be written to one file"
+                raise SkilltrainError("repeated-id", problem, where=source, fix="rename a stage")
             line = "{query_id} Q0 {skill_id} {rank} {score} {stage}".format_map(row)
             lines_by_file.setdefault(f"{row['stage']}.run", []).append(line)
     # A folder without rankings must have judgements.
@@ -195,19 +204,28 @@ def _beir_lines(source: Path, skills: Iterable[Skill]) -> LinesByFile:
         skills: Skills of the pool. The text of a document begins with the skill's description.
 
     Raises:
-        KeyError: A judgement has an unknown query.
+        KeyError: A judgement has an unknown query or skill.
+        SkilltrainError: A query has no split.
     """
     lines_by_file: LinesByFile = {"corpus.jsonl": [], "queries.jsonl": []}
+    skill_ids: set[str] = set()
     for skill in skills:
+        skill_ids.add(skill.skill_id)
         text = f"{skill.description}\n{skill.body}".strip()
         document = {"_id": skill.skill_id, "title": skill.name, "text": text}
         lines_by_file["corpus.jsonl"].append(json.dumps(document, ensure_ascii=False))
     qrels_files: dict[str, str] = {}  # file of the query's judgements, by query id
     for query in read_queries(source):
+        # The split becomes the name of a file, and a file `.tsv` could not be read back.
+        if not query.split:
+            problem = f"query '{query.query_id}' has no split"
+            raise SkilltrainError("invalid-value", problem, where=source)
         row = {"_id": query.query_id, "text": query.text}
         lines_by_file["queries.jsonl"].append(json.dumps(row, ensure_ascii=False))
         qrels_files[query.query_id] = f"qrels/{query.split}.tsv"
     for query_id, skill_id, score in _qrels(source):
+        if skill_id not in skill_ids:
+            raise KeyError(skill_id)
         # A new file of judgements begins with a header line.
         lines = lines_by_file.setdefault(qrels_files[query_id], ["query-id\tcorpus-id\tscore"])
         lines.append(f"{query_id}\t{skill_id}\t{score}")

@@ -33,6 +33,7 @@ from pydantic import (
     StrictInt,
     StrictStr,
     field_validator,
+    model_validator,
 )
 
 from skilltrain.config import Config, InputPath, InputPaths, validate
@@ -52,12 +53,12 @@ from skilltrain.records import POSITIVE, Dropped, Judgement, Query, Reason, Verd
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import (
     DROPPED,
+    JUDGEMENTS,
     QUERIES,
     SKILLS,
     read_queries,
     read_skills,
     read_table,
-    read_verdicts,
     table_path,
     write_queries,
     write_table,
@@ -151,6 +152,13 @@ class Queries(Stage):
             expanded += matches
         return tuple(expanded)
 
+    @model_validator(mode="after")
+    def _check_inputs(self) -> "Queries":
+        """Check that there is something to read."""
+        if not self.files and self.from_log is None:
+            raise ValueError("give 'files' or 'from_log'")
+        return self
+
     def run(self, out: Path) -> Summary:
         """Read the files, write QUERIES, JUDGEMENTS and DROPPED, and return their counts.
 
@@ -173,15 +181,15 @@ class Queries(Stage):
         missing = [row for row in dropped if row.filter == "missing_gold"]
         incomplete_ids = {row.query_id for row in missing}
         # A skill that was loaded some time ago may be gone, so a log may name it.
-        if missing and self.missing_gold == "error" and not self.from_log:
-            query_id = missing[0].query_id
-            problem = (
-                f"query '{query_id}' requires skill '{missing[0].skill_id}', which is not in "
-                f"{self.pool}"
-            )
-            if len(incomplete_ids) > 1:
-                problem += f" (and {len(incomplete_ids) - 1} more)"
-            where = reader.queries[query_id].where
+        faults = [row for row in missing if reader.queries[row.query_id].query.origin != USE_ORIGIN]
+        if faults and self.missing_gold == "error":
+            first = faults[0]
+            problem = f"query '{first.query_id}' requires skill '{first.skill_id}', which is not "
+            problem += f"in {self.pool}"
+            num_others = len({row.query_id for row in faults}) - 1
+            if num_others:
+                problem += f" (and {num_others} more)"
+            where = reader.queries[first.query_id].where
             fix = "add its source to the pool, or set missing_gold: drop"
             raise SkilltrainError("unknown-skill", problem, where=where, fix=fix)
         judgements = [row for row in judgements if row.query_id not in incomplete_ids]
@@ -238,6 +246,7 @@ class Entry(BaseModel, frozen=True):
     reason: OptionalLine = None
     why: OptionalLine = None
     group: OptionalLine = None
+    judge: OptionalLine = None
 
 
 class RejectedEntry(Entry, frozen=True):
@@ -425,7 +434,7 @@ class _QueryReader:
                     query.query_id,
                     skill_id,
                     verdict,
-                    judge=query.origin,
+                    judge=entry.judge or query.origin,
                     reason=entry.reason,
                     why=entry.why,  # explains the reason in words
                     group=entry.group,
@@ -573,13 +582,14 @@ def check_query_files(files: Iterable[Path]) -> None:
 
 def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the queries of the tables QUERIES and JUDGEMENTS as rows of a query file."""
-    verdicts_by_query = read_verdicts(folder)
-    for query in read_queries(folder):
-        row: dict[str, Any] = asdict(query)
-        # The keys of a query file are the verdicts, each with a list of skills.
-        for skill_id, verdict in verdicts_by_query.get(query.query_id, {}).items():
-            row.setdefault(verdict.value, []).append(skill_id)
-        yield f"{folder}, query {query.query_id}", row
+    # The keys of a query file are the verdicts, each with a list of judged skills. A query without
+    # a judgement requires no skill.
+    rows = {query.query_id: asdict(query) | {"required": []} for query in read_queries(folder)}
+    for judgement in read_table(folder, JUDGEMENTS).to_pylist():
+        if row := rows.get(judgement["query_id"]):
+            row.setdefault(judgement["verdict"], []).append(judgement)
+    for query_id, row in rows.items():
+        yield f"{folder}, query {query_id}", row
 
 
 def _read_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -37,9 +37,10 @@ def beir_query_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 "query": query.text,
                 "origin": query.origin,
                 "split": _SPLITS.get(query.split),
-                "required": [*gold],
+                # The order of a set differs between two runs of Python.
+                "required": sorted(gold),
                 # `gains` has all judged skills.
-                "irrelevant": [*task.relevance.gains.keys() - gold],
+                "irrelevant": sorted(task.relevance.gains.keys() - gold),
             },
         )
 
@@ -59,30 +60,32 @@ def read_texts(source: Any) -> dict[str, dict[str, Verdict]]:
 
     Raises:
         SkilltrainError: A row lacks the query or the positive, has a value that is no text, or has
-            a column that the first row lacks; or there is no row.
+            a column that the longest row lacks; or there is no row.
 
     Examples:
         >>> read_texts([{"anchor": "join PDFs", "positive": "Merges.", "negative": "Sorts."}])
         {'join PDFs': {'Merges.': <Verdict.REQUIRED>, 'Sorts.': <Verdict.IRRELEVANT>}}
     """
     if isinstance(source, Path | str):
-        rows = read_records(Path(source))
+        rows = [*read_records(Path(source))]
     else:
-        rows = ((f"row {number}", row) for number, row in enumerate(rows_of(source, "source"), 1))
-    columns: list[str] = []
+        rows = [(f"row {number}", row) for number, row in enumerate(rows_of(source, "source"), 1)]
+    # A row may lack negatives, so the longest row gives the columns and their order.
+    columns = [*max((row for _, row in rows), key=len, default={})]
     verdicts_by_query: dict[str, dict[str, Verdict]] = {}
     for where, row in rows:
-        columns = columns or [*row]  # all rows have the columns of the first row
         values = [row.get(column) for column in columns]
-        # Each value is a text or missing. The query and the positive are not missing or empty.
-        are_texts = all(isinstance(value, str | None) for value in values) and all(values[:2])
-        # The difference is the columns that the first row lacks.
-        if len(columns) < 2 or row.keys() - {*columns} or not are_texts:
+        texts: list[str] = []  # stays empty if a value is neither a text nor missing
+        if all(isinstance(value, str | None) for value in values):
+            texts = [clean_text(value or "").strip() for value in values]
+        # The query and the positive are not missing or blank. The difference is the columns that
+        # the longest row lacks.
+        if len(texts) < 2 or not all(texts[:2]) or row.keys() - {*columns}:
             problem = f"is no row of texts: {', '.join(map(str, row))}"
             fix = "the columns are a query, a positive and perhaps negatives, all of them texts"
             raise SkilltrainError("invalid-row", problem, where=where, fix=fix)
 
-        query, positive, *negatives = [clean_text(value or "").strip() for value in values]
+        query, positive, *negatives = texts
         verdicts = verdicts_by_query.setdefault(query, {})
         verdicts[positive] = Verdict.REQUIRED
         # `filter` leaves out missing negatives. `setdefault` keeps the verdict of a positive.

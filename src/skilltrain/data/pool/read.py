@@ -398,9 +398,11 @@ def _read_folder(root: Path) -> SkillsOrDropped:
         yield from _read_parquet(table)
         return
 
-    # The other files of a BEIR folder hold queries and judgements.
+    # A BEIR folder has queries and judgements beside its corpus. Without them, corpus.jsonl is a
+    # shard as any other.
     corpus = root / "corpus.jsonl"
-    if corpus.is_file():
+    has_queries = any((root / name).exists() for name in ("queries.jsonl", "queries", "qrels"))
+    if corpus.is_file() and has_queries:
         yield from _read_jsonl(corpus)
         return
 

@@ -173,13 +173,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         reason = f"{where}: {body_column} is a {type(row[body_column]).__name__}, not text"
         return dropped_skill(skill_id, "not_text", reason)
 
-    # A document of BEIR or MTEB has only a title, which may be empty, and a text.
-    if body_column == "text":
-        body = values["text"].strip()
-        description = values["description"][:MAX_HEADER_CHARS].strip()
-        return Skill(skill_id, name or one_line(values["title"]), description, body, source=source)
-
-    # All other rows. If the row gives no name, the last part of the id is the name.
+    # If the row gives no name, the last part of the id is the name.
     last_part_of_id = skill_id.rsplit("/", 1)[-1]
     fallback_name = one_line(name or last_part_of_id)
     # The columns `content` and `skill_md` hold a SKILL.md with frontmatter.
@@ -187,9 +181,14 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
         if is_for_users_only(values[body_column]):
             return dropped_for_users(skill_id)
         skill = parse_skill_file(values[body_column], skill_id, fallback_name)
+    elif body_column == "text":
+        # A document of BEIR or MTEB has only a title, which may be empty, and a text.
+        title = one_line(values["title"])
+        skill = Skill(skill_id, title, description="", body=values["text"].strip())
     else:
         # The column is `body`, or there is none. Then the body is empty.
-        skill = Skill(skill_id, fallback_name, description="", body=values["body"].strip())
+        body = values["body"].strip()
+        skill = Skill(skill_id, fallback_name, description=first_paragraph(body), body=body)
     # Add the other columns of the row. They replace the values of the frontmatter.
     skill = _add_columns(skill, values, _facts_in(row), source)
     if not (skill.body or skill.description):
@@ -200,7 +199,7 @@ def skill_from_row(row: Mapping[str, Any], where: str, source: str) -> Skill | D
 def _add_columns(
     skill: Skill, values: Mapping[str, str], facts: Mapping[str, Any], source: str
 ) -> Skill:
-    """Replace the values of a skill by the columns of its row, and fill a missing description.
+    """Replace the values of a skill by the columns of its row.
 
     Args:
         skill: The skill, as its body column gives it.
@@ -216,7 +215,7 @@ def _add_columns(
     return replace(
         skill,
         name=one_line(values["name"][:MAX_HEADER_CHARS]) or skill.name,
-        description=description or skill.description or first_paragraph(skill.body),
+        description=description or skill.description,
         category=one_line(values["category"]) or skill.category,
         lang=one_line(values["lang"]) or skill.lang,
         source=one_line(values["source"] or source),
