@@ -98,6 +98,16 @@ def test_agreement_of_readers_is_told(folder: Path):
     assert "3 of 4 shared verdicts are equal" in notes
 
 
+def test_readers_may_share_no_pair(folder: Path):
+    anna = write_verdicts(folder, "anna.csv", "q1,b,serves,")
+    ben = write_verdicts(folder, "ben.csv", "q2,a,no,")
+
+    notes = " ".join(evaluate(folder, verdicts=[anna, ben])["notes"])
+
+    assert "1 of 3 queries have any" in notes
+    assert "kappa" not in notes
+
+
 @pytest.mark.parametrize(
     ("rows", "code", "words"),
     [

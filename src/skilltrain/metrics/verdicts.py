@@ -125,10 +125,7 @@ def compare_judges(verdicts_by_judge: Mapping[str, Mapping[Pair, str]]) -> list[
         verdicts_by_judge: Verdicts of each judge by `Pair`: query id and skill id.
 
     Returns:
-        One row for each two judges.
-
-    Raises:
-        SkilltrainError: Two judges share no `Pair`. `agreement` raises this error.
+        One row for each two judges who share a `Pair`.
     """
     rows: list[JudgeAgreement] = []
     for first, second in combinations(verdicts_by_judge, 2):
@@ -142,7 +139,9 @@ def compare_judges(verdicts_by_judge: Mapping[str, Mapping[Pair, str]]) -> list[
                 query_id, _ = pair
                 groups[query_id].append((verdict, other_verdicts[pair]))
                 num_equal += verdict == other_verdicts[pair]
-        rows.append(JudgeAgreement(first, second, num_equal, agreement([*groups.values()])))
+        # Two readers who each judge another part of a sheet share no pair.
+        if groups:
+            rows.append(JudgeAgreement(first, second, num_equal, agreement([*groups.values()])))
     return rows
 
 

@@ -108,6 +108,12 @@ def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreeme
     Args:
         sheets: Filled sheets. The path of a sheet is the name of a judge.
         judged: Folder from which the sheets were made.
+
+    Returns:
+        One row for each two judges who judged some skill for the same query.
+
+    Raises:
+        SkilltrainError: A sheet is wrong, or there are no such two judges.
     """
     chat_verdicts = {}  # by query id and skill id
     for query_id, verdict_by_skill in read_verdicts(judged).items():
@@ -116,4 +122,7 @@ def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreeme
     verdicts_by_judge: dict[str, Mapping[Pair, Verdict]] = {CHAT_MODEL: chat_verdicts}
     for sheet in sheets:
         verdicts_by_judge[str(sheet)] = read_sheet(sheet, chat_verdicts)
-    return compare_judges(verdicts_by_judge)
+    rows = compare_judges(verdicts_by_judge)
+    if not rows:
+        raise SkilltrainError("nothing-to-score", "no skill was judged twice")
+    return rows
