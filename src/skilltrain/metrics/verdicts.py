@@ -21,7 +21,7 @@ from skilltrain.files import atomic_path
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import Interval, agreement
 from skilltrain.records import Query, Skill
-from skilltrain.texts import spreadsheet_cell
+from skilltrain.texts import spreadsheet_cell, text_of_cell
 
 COLUMNS = ("query_id", "request", "skill_id", "name", "description", "body", "verdict")
 _BODY_CHARS = 1000  # as much as a chat model sees
@@ -108,8 +108,7 @@ def read_pair_verdicts(sheets: Sequence[Path]) -> dict[str, dict[Pair, str]]:
             if row.verdict is None:
                 continue
             verdicts = verdicts_by_reader.setdefault(row.reader or sheet.stem, {})
-            # In a sheet, an id that looks like a formula begins with an apostrophe.
-            pair = (row.query_id.removeprefix("'"), row.skill_id.removeprefix("'"))
+            pair = (text_of_cell(row.query_id), text_of_cell(row.skill_id))
             # `setdefault` keeps the first verdict on a pair, and returns it.
             if verdicts.setdefault(pair, row.verdict) != row.verdict:
                 problem = f"calls skill '{pair[1]}' {row.verdict} for query '{pair[0]}', and"
