@@ -34,12 +34,7 @@ from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import (
-    Benchmark,
-    add_copies,
-    check_pool,
-    join_tiers,
-)
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.benchmarks.trec import read_run
 from skilltrain.metrics.bootstrap import SEED
