@@ -7,7 +7,8 @@ import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-from skilltrain.errors import SkilltrainError, StoppedError
+from skilltrain import errors
+from skilltrain.errors import SkilltrainError, StoppedError, requirements_of
 
 ROOT = Path(__file__).parents[1]
 CLASSES = ("SkilltrainError", "StoppedError")
@@ -114,3 +115,10 @@ def test_a_signal_survives_pickling():
     copy = pickle.loads(pickle.dumps(error))  # noqa: S301
 
     assert (copy.number, copy.where) == (signal.SIGTERM, "runs/x")
+
+
+def test_requirement_may_have_second_marker(monkeypatch):
+    lines = ["a>=1; extra == 'x'", "b>=2; sys_platform == 'linux' and extra == 'x'", "c>=3"]
+    monkeypatch.setattr(errors, "requires", lambda name: lines)
+
+    assert requirements_of("x") == ["a>=1", "b>=2; sys_platform == 'linux'"]

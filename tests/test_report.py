@@ -501,6 +501,14 @@ def test_page_counts_fixed_queries():
     assert re.findall(r"<summary>(\d.*?)</summary>", page) == ["1 query fixed"]
 
 
+def test_page_names_limit_of_refusals(monkeypatch):
+    monkeypatch.setattr("skilltrain.evaluation.write.MAX_REFUSED", 0.25)
+
+    page = report_page(invented(4))
+
+    assert "refuses at most 25% of" in page
+
+
 def test_page_shows_first_skills_of_fixed_query():
     analysis = {"outcomes": [outcome(fixed=["q1"], broken=["q2"], neither=["q3"])]}
     skills = {"x": Skill("x", "Ex", "", "")}

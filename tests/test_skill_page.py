@@ -33,7 +33,7 @@ def report() -> Report:
 def test_first_skills_are_counted(report: Report):
     rows = first_skills(report, report.results[0])
 
-    assert rows == [("a", {"b": 2, "a": 1}), ("b", {"b": 1, "nothing": 1})]
+    assert rows == [("a", {"b": 2, "a": 1}), ("b", {"b": 1, "": 1})]
 
 
 def test_request_counts_for_each_gold_skill(report: Report):
@@ -48,6 +48,18 @@ def test_request_counts_for_each_gold_skill(report: Report):
     rows = first_skills(multi, result)
 
     assert sorted(rows) == [("a", {"a": 1}), ("b", {"b": 1})]
+
+
+def test_skill_may_be_called_nothing():
+    relevance = Relevance(frozenset(["nothing"]), {"nothing": 1.0})
+    task = task_of(Query("q1", "words", "", "", ""), relevance, {})
+    result = SystemResult("mine", {"q1": {"Hit@1": 0.0}}, {"q1": []})
+    report = build_report(Benchmark("b", (task,)), [result], parse_measures(["Hit@1"]), {})
+
+    page = skill_page(report)
+
+    assert first_skills(report, result) == [("nothing", {"": 1})]
+    assert "<bdi>nothing</bdi> 1" in page
 
 
 def test_page_escapes_names(report: Report):

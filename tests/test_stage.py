@@ -13,7 +13,7 @@ import typer
 
 from skilltrain.cli import app
 from skilltrain.errors import SkilltrainError
-from skilltrain.stage import STAGES, command_of, load_stage, parse_recipe
+from skilltrain.stage import STAGES, command_of, copy_recipe, load_stage, parse_recipe
 from small_library import skilltrain, succeeds
 
 ROOT = Path(__file__).parents[1]
@@ -194,3 +194,13 @@ def test_generated_pages_are_current():
 
     for path, text in pages.items():
         assert path.read_text(encoding="utf-8") == text, "run: python docs/write_reference.py"
+
+
+def test_path_of_base_may_be_quoted(monkeypatch, tmp_path: Path):
+    (tmp_path / "base file.yaml").write_text("stage: pool\n")
+    (tmp_path / "mine.yaml").write_text('based_on: "base file.yaml"  # the base\n')
+    monkeypatch.setattr("skilltrain.stage.SHIPPED_RECIPES", tmp_path)
+
+    copies = copy_recipe("mine", tmp_path / "copies")
+
+    assert [copy.name for copy in copies] == ["mine.yaml", "base file.yaml"]

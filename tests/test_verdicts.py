@@ -12,6 +12,7 @@ from faults import raises
 from skilltrain.config import validate
 from skilltrain.evaluation.evaluate import Evaluate
 from skilltrain.records import Skill
+from skilltrain.texts import spreadsheet_cell, text_of_cell
 
 QUERIES = [("q1", "count red apples", ""), ("q2", "paint red boats", ""), ("q3", "=fly kites", "")]
 GOLD = {"q1": {"a": "required"}, "q2": {"b": "required"}, "q3": {"c": "required"}}
@@ -96,6 +97,30 @@ def test_agreement_of_readers_is_told(folder: Path):
     # Expected by chance: 1/2 · 1/4 + 1/2 · 3/4 = 1/2, so kappa is (3/4 - 1/2) / (1 - 1/2).
     assert "Readers anna and ben: Cohen's kappa .500" in notes
     assert "3 of 4 shared verdicts are equal" in notes
+
+
+@pytest.mark.parametrize("skill_id", ["=fly", "'til", "'=fly", "''-", "fly"])
+def test_cells_give_back_ids(skill_id: str):
+    assert text_of_cell(spreadsheet_cell(skill_id)) == skill_id
+
+
+def test_id_may_begin_with_apostrophe(folder: Path):
+    write_pool(folder / "pool", [Skill(key, key, "", "") for key in ("a", "b", "c", "'til")])
+    file = write_verdicts(folder, "all.csv", "q1,'til,serves,anna")
+
+    notes = " ".join(evaluate(folder, verdicts=[file])["notes"])
+
+    assert "1 of 3 queries have any" in notes
+
+
+def test_readers_may_share_no_pair(folder: Path):
+    anna = write_verdicts(folder, "anna.csv", "q1,b,serves,")
+    ben = write_verdicts(folder, "ben.csv", "q2,a,no,")
+
+    notes = " ".join(evaluate(folder, verdicts=[anna, ben])["notes"])
+
+    assert "1 of 3 queries have any" in notes
+    assert "kappa" not in notes
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Errors that are meant for the user: what is wrong, where, and how to fix it."""
 
+import re
 import shlex
 from importlib.metadata import requires
 from pathlib import Path
@@ -63,10 +64,11 @@ def install_command(extra: str) -> str:
 
 def requirements_of(extra: str) -> list[str]:
     """Return the packages of an extra with their versions, such as ["ray>=2.40"]."""
-    # The metadata of the installed package have lines such as `ray>=2.40; extra == 'ray'`.
-    marker = f"; extra == '{extra}'"
+    # The metadata of the installed package have lines such as `ray>=2.40; extra == 'ray'`, or
+    # `ray>=2.40; sys_platform == 'linux' and extra == 'ray'`. `pip` reads the other condition.
+    ending = re.compile(rf"(;| and) extra == '{re.escape(extra)}'$")
     lines = requires("skilltrain") or []
-    return [line.removesuffix(marker) for line in lines if line.endswith(marker)]
+    return [ending.sub("", line) for line in lines if ending.search(line)]
 
 
 def reason_of(error: Exception) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
-from skilltrain.config import Config, load_recipe, removed_advice, validate
+from skilltrain.config import Config, load_recipe, parse_yaml, removed_advice, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import write_text
 from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
@@ -417,13 +417,13 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
         fix = "see their names: skilltrain recipes list"
         raise SkilltrainError("not-found", "no recipe of this name ships", where=name, fix=fix)
 
-    # `load_recipe` drops the key `based_on`, so search for the key in the text. A base has no base
-    # of its own, so one step is enough.
+    # `load_recipe` drops the key `based_on`, so parse the text. A base has no base of its own, so
+    # one step is enough.
     files = [file]
-    base = re.search(r"(?m)^based_on: *(\S+)", file.read_text(encoding="utf-8"))
+    base = parse_yaml(file.read_text(encoding="utf-8"), file).get("based_on")
     if base:
         # The path in the recipe is relative to the recipe's folder.
-        files.append((file.parent / base[1]).resolve())
+        files.append((file.parent / base).resolve())
 
     # Check all files before the first one is written.
     texts_by_copy: dict[Path, str] = {}

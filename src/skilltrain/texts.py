@@ -208,5 +208,14 @@ def shorten(text: str, max_chars: int, mark: str = "…") -> str:
 
 
 def spreadsheet_cell(text: str) -> str:
-    """Return a text that no spreadsheet program runs as a formula: `=1+1` becomes `'=1+1`."""
-    return f"'{text}" if text.startswith(_FORMULA_SIGNS) else text
+    """Return a text that no spreadsheet program runs as a formula: `=1+1` becomes `'=1+1`.
+
+    A text such as `'=1+1` gets another apostrophe, so that `text_of_cell` can restore all texts.
+    """
+    return f"'{text}" if text.lstrip("'").startswith(_FORMULA_SIGNS) else text
+
+
+def text_of_cell(cell: str) -> str:
+    """Return the text from which `spreadsheet_cell` made a cell: `'=1+1` becomes `=1+1`."""
+    is_formula = cell.lstrip("'").startswith(_FORMULA_SIGNS)
+    return cell.removeprefix("'") if is_formula else cell

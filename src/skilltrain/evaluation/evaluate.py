@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from skilltrain.config import InputPath, InputPaths, Seed
@@ -33,12 +34,7 @@ from skilltrain.evaluation.candidates import estimate_ranking
 from skilltrain.evaluation.report import Report, build_report
 from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
-from skilltrain.metrics.benchmarks.benchmark import (
-    Benchmark,
-    add_copies,
-    check_pool,
-    join_tiers,
-)
+from skilltrain.metrics.benchmarks.benchmark import Benchmark, add_copies, check_pool, join_tiers
 from skilltrain.metrics.benchmarks.load import load_benchmark, read_unserved
 from skilltrain.metrics.benchmarks.trec import read_run
 from skilltrain.metrics.bootstrap import SEED
@@ -198,13 +194,12 @@ class Evaluate(Stage):
 
         # Rank all queries, also those that no skill serves. There is one result for each ranker of
         # a system. The result of the last ranker is the final one.
-        unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
         tasks = data.benchmark.tasks
-        # Folds are assigned before the ranking, which may take long, because they may fail.
-        folds = assign_folds(tasks, NUM_FOLDS, self.bootstrap_seed) if unserved else None
+        unserved, folds, refusal_notes = _unserved_with_folds(self, data.benchmark)
         results_by_system, chat_counts = _rank(self, data, unserved)
         query_ids = list(data.benchmark.relevances)
-        notes = [*data.benchmark.notes, *_selection_notes(self), *_chat_notes(chat_counts)]
+        notes = [*data.benchmark.notes, *_selection_notes(self), *refusal_notes]
+        notes += _chat_notes(chat_counts)
         if folds is not None:
             rows = refusals(results_by_system, tasks, unserved, folds, self.bootstrap_seed)
             analysis["unserved"] = rows
@@ -365,6 +360,29 @@ def _add_near_duplicates(
         needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
     copies = copies_of(needed_ids, skills, clusters)
     return add_copies(benchmark, copies)
+
+
+def _unserved_with_folds(
+    config: Evaluate, benchmark: Benchmark
+) -> tuple[list[Query], np.ndarray | None, list[str]]:
+    """Read the queries that no skill serves, and assign the tasks to folds.
+
+    Args:
+        config: Settings.
+        benchmark: Tasks, which are queries that some skill serves.
+
+    Returns:
+        The queries that no skill serves, the fold of each task, and notes for the report. There are
+        neither queries nor folds (None) if refusals are not analysed.
+    """
+    if config.analysis.unserved is None:
+        return [], None, []
+    unserved = read_unserved(config.analysis.unserved)
+    try:
+        return unserved, assign_folds(benchmark.tasks, NUM_FOLDS, config.bootstrap_seed), []
+    except SkilltrainError as error:
+        # Shared gold skills link all queries, so there are no folds to fit on and to test on.
+        return [], None, [f"Refusals are not analysed: {error.problem}."]
 
 
 def _rank(

@@ -16,7 +16,7 @@ def first_skills(report: Report, result: SystemResult) -> list[tuple[str, Counte
     """Count which skills are ranked first for the requests of each gold skill.
 
     A request is right if any of its gold skills is ranked first. A right request counts under each
-    of its gold skills, and a request with an empty ranking under "nothing". For example,
+    of its gold skills, and a request with an empty ranking under the key "". For example,
     ("pdf-merge", {"pdf-merge": 3, "pdf-split": 1}) is a skill with four requests. Three are right,
     and "pdf-split" is ranked first for the fourth request.
 
@@ -31,7 +31,7 @@ def first_skills(report: Report, result: SystemResult) -> list[tuple[str, Counte
     for query_id in report.tasks:
         ranking = result.rankings.get(query_id, ())
         gold = report.relevance_for(query_id, ranking).gold
-        first_id = ranking[0] if ranking else "nothing"
+        first_id = ranking[0] if ranking else ""  # no skill has the empty id
         for skill_id in gold:
             # If the request is right, count the gold skill, even if another gold skill is first.
             counts_by_skill[skill_id][skill_id if first_id in gold else first_id] += 1

@@ -25,6 +25,7 @@ from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
 from skilltrain.metrics.comparison import ALPHA, MAX_EXACT
 from skilltrain.metrics.measures import Measure, meaning_of, parse_measure, per_query
+from skilltrain.metrics.refusal import MAX_REFUSED
 from skilltrain.metrics.slices import ALL, KIND, QUERY_LENGTH, Row, SliceMeans, distinct_slices
 from skilltrain.templates import FIELDS_SEEN
 from skilltrain.texts import printable
@@ -93,6 +94,7 @@ def report_page(report: Report) -> str:
         fields=FIELDS_SEEN["full"],  # name, description and body of a skill
         max_cases=_MAX_CASES,
         max_queries=_MAX_QUERIES,
+        max_refused=MAX_REFUSED,
     )
 
 

@@ -21,7 +21,7 @@ from skilltrain.files import atomic_path
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import Interval, agreement
 from skilltrain.records import Query, Skill
-from skilltrain.texts import spreadsheet_cell
+from skilltrain.texts import spreadsheet_cell, text_of_cell
 
 COLUMNS = ("query_id", "request", "skill_id", "name", "description", "body", "verdict")
 _BODY_CHARS = 1000  # as much as a chat model sees
@@ -108,8 +108,7 @@ def read_pair_verdicts(sheets: Sequence[Path]) -> dict[str, dict[Pair, str]]:
             if row.verdict is None:
                 continue
             verdicts = verdicts_by_reader.setdefault(row.reader or sheet.stem, {})
-            # In a sheet, an id that looks like a formula begins with an apostrophe.
-            pair = (row.query_id.removeprefix("'"), row.skill_id.removeprefix("'"))
+            pair = (text_of_cell(row.query_id), text_of_cell(row.skill_id))
             # `setdefault` keeps the first verdict on a pair, and returns it.
             if verdicts.setdefault(pair, row.verdict) != row.verdict:
                 problem = f"calls skill '{pair[1]}' {row.verdict} for query '{pair[0]}', and"
@@ -125,10 +124,7 @@ def compare_judges(verdicts_by_judge: Mapping[str, Mapping[Pair, str]]) -> list[
         verdicts_by_judge: Verdicts of each judge by `Pair`: query id and skill id.
 
     Returns:
-        One row for each two judges.
-
-    Raises:
-        SkilltrainError: Two judges share no `Pair`. `agreement` raises this error.
+        One row for each two judges who share a `Pair`.
     """
     rows: list[JudgeAgreement] = []
     for first, second in combinations(verdicts_by_judge, 2):
@@ -142,7 +138,9 @@ def compare_judges(verdicts_by_judge: Mapping[str, Mapping[Pair, str]]) -> list[
                 query_id, _ = pair
                 groups[query_id].append((verdict, other_verdicts[pair]))
                 num_equal += verdict == other_verdicts[pair]
-        rows.append(JudgeAgreement(first, second, num_equal, agreement([*groups.values()])))
+        # Two readers who each judge another part of a sheet share no pair.
+        if groups:
+            rows.append(JudgeAgreement(first, second, num_equal, agreement([*groups.values()])))
     return rows
 
 

@@ -23,7 +23,7 @@ from skilltrain.metrics.verdicts import (
 )
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.tables import read_skills, read_verdicts, select_judged
-from skilltrain.texts import spreadsheet_cell
+from skilltrain.texts import text_of_cell
 
 CHAT_MODEL = "chat model"
 
@@ -84,19 +84,17 @@ def read_sheet(sheet: Path, pairs: Iterable[Pair]) -> dict[Pair, Verdict]:
         SkilltrainError: The sheet is not readable, a verdict is unknown, or a row judges a pair
             that is not in `pairs` or that an earlier row judges too.
     """
-    # In the sheet, an id that looks like a formula begins with an apostrophe. So look up each pair
-    # of ids by the two cells that the sheet has for the pair.
-    pairs_by_cells = {tuple(map(spreadsheet_cell, pair)): pair for pair in pairs}
+    unread_pairs = set(pairs)
     verdicts = {}
     for number, values in enumerate(read_sheet_rows(sheet), 1):
         where = f"{sheet}, row {number}"
         row = validate(SheetRow, values, where)
-        # Remove the pair, so that a second row for the same pair is noticed.
-        pair = pairs_by_cells.pop((row.query_id, row.skill_id), None)
-        # None: the pair is not to be judged, or an earlier row judges the pair.
-        if pair is None:
+        pair = (text_of_cell(row.query_id), text_of_cell(row.skill_id))
+        # The pair is not to be judged, or an earlier row judges the pair.
+        if pair not in unread_pairs:
             problem = f"'{row.skill_id}' is no judged skill of query '{row.query_id}', or repeated"
             raise SkilltrainError("invalid-row", problem, where=where)
+        unread_pairs.remove(pair)
         if row.verdict is not None:
             verdicts[pair] = row.verdict
     return verdicts
@@ -108,6 +106,12 @@ def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreeme
     Args:
         sheets: Filled sheets. The path of a sheet is the name of a judge.
         judged: Folder from which the sheets were made.
+
+    Returns:
+        One row for each two judges who judged some skill for the same query.
+
+    Raises:
+        SkilltrainError: A sheet is wrong, or there are no such two judges.
     """
     chat_verdicts = {}  # by query id and skill id
     for query_id, verdict_by_skill in read_verdicts(judged).items():
@@ -116,4 +120,7 @@ def measure_agreement(sheets: Sequence[Path], judged: Path) -> list[JudgeAgreeme
     verdicts_by_judge: dict[str, Mapping[Pair, Verdict]] = {CHAT_MODEL: chat_verdicts}
     for sheet in sheets:
         verdicts_by_judge[str(sheet)] = read_sheet(sheet, chat_verdicts)
-    return compare_judges(verdicts_by_judge)
+    rows = compare_judges(verdicts_by_judge)
+    if not rows:
+        raise SkilltrainError("nothing-to-score", "no skill was judged twice")
+    return rows
