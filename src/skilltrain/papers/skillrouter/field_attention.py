@@ -34,16 +34,14 @@ def field_attention(
         model_name: Name of the reranker in a report.
 
     Returns:
-        Averages over all pairs. Shares are dicts from a field's name to a number, such as
-        `{"name": 0.1, "description": 0.2, "body": 0.7}`.
+        Averages over all pairs. A share is a dict such as `{"name": 0.3, "body": 0.7}`.
 
         - `model`: name of the reranker.
         - `layers`: share of attention in each layer.
         - `groups`: share in the first quarter of the layers, the middle half and the last quarter.
-        - `overall`: share averaged over all layers.
-        - `tokens`: share of the skill's tokens. Uniform attention would give the same share.
+        - `overall`, `tokens`: shares of attention over all layers, and of the skill's tokens.
         - `over_pairs`: how the shares differ between pairs (see `pair_statistics`).
-        - `pairs`: a dict for each pair, with `overall`, `tokens` and the number of tokens cut away.
+        - `pairs`: a dict for each pair, with its shares and the number of tokens cut away.
 
     Raises:
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
@@ -69,22 +67,17 @@ def field_attention(
             shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
             token_shares.append(in_field.sum(0) / in_field.sum())
             body_lengths.append(int(in_field[:, _BODY].sum()))
-            row = {
-                "query_id": query.query_id,
-                "skill_id": skill.skill_id,
-                "overall": _by_field(shares[-1].mean(0)),
-                "tokens": _by_field(token_shares[-1]),
-                "num_cut": pair.num_cut,
-            }
+            row = {"query_id": query.query_id, "skill_id": skill.skill_id, "num_cut": pair.num_cut}
+            row["overall"] = _by_field(shares[-1].mean(0))
+            row["tokens"] = _by_field(token_shares[-1])
             rows.append(row)
 
-    # The stacked shares have the axes [pair, layer, field]. Axis 0 averages over pairs, and axis 1
-    # over layers. `means` has the keys `layers`, `groups` and `overall`.
+    # `shares` is [pair, layer, field]: axis 0 averages over pairs, and axis 1 over layers.
+    # `means` has the keys `layers`, `groups` and `overall`.
     means = _layer_means(np.mean(shares, axis=0))
     tokens = _by_field(np.mean(token_shares, axis=0))
     over_pairs = pair_statistics(np.mean(shares, axis=1), body_lengths)
-    further = {"tokens": tokens, "over_pairs": over_pairs, "pairs": rows}
-    return {"model": model_name, **means, **further}
+    return {"model": model_name, **means, "tokens": tokens, "over_pairs": over_pairs, "pairs": rows}
 
 
 def _check_scoring_position(reranker: Reranker) -> None:
