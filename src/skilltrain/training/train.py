@@ -27,6 +27,7 @@ from skilltrain.losses import (
     InfoNCE,
     LateInteraction,
     ListwiseCE,
+    Loss,
     Matryoshka,
     RerankerLoss,
     flatten_loss,
@@ -219,6 +220,8 @@ class TrainEncoder(Train):
             if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
                 fault = "loss.push_share needs data.gains that put rejected below irrelevant"
                 raise ValueError(fault)
+        if not self.in_batch_negatives:
+            _refuse_in_batch(self.loss, "in_batch_negatives is false")
 
         # Late interaction compares token by token. `varlen` computes only the vector of the
         # last token.
@@ -249,6 +252,7 @@ class TrainReranker(Train):
     @model_validator(mode="after")
     def _check(self) -> "TrainReranker":
         """Check that settings of different sections fit together."""
+        _refuse_in_batch(self.loss, "a reranker scores the candidates of each list alone")
         # `needs.directions` is true if the loss also compares, for example, skills with skills.
         if self.loss.needs.directions:
             raise ValueError(
@@ -273,6 +277,20 @@ class TrainReranker(Train):
                 "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]",
             )
         return self
+
+
+def _refuse_in_batch(loss: Loss, reason: str) -> None:
+    """Refuse an InfoNCE with in-batch negatives alone, where a batch has none.
+
+    Such a loss is always 0, so the model would learn nothing from it.
+
+    Args:
+        loss: The loss of the stage. It may contain other losses.
+        reason: Why there are no in-batch negatives.
+    """
+    for part in flatten_loss(loss):
+        if isinstance(part, InfoNCE) and part.negatives == "in_batch":
+            raise ValueError(f"loss: negatives: in_batch leaves no negatives, because {reason}")
 
 
 def _is_small_on_cpu(config: Train, accelerator: Accelerator) -> bool:
