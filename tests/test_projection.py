@@ -16,6 +16,7 @@ from sentence_transformers.sentence_transformer.modules import (
 
 import training_runs
 from faults import raises
+from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.forms import write_form
 from skilltrain.losses import InfoNCE, LateInteraction
 from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -127,6 +128,22 @@ def test_colbert_layer_projects_tokens(colbert, model_folders):
     weight = load_file(colbert / "model.safetensors")["linear.weight"]
     expected = torch.nn.functional.normalize(hidden[0] @ weight.T, dim=-1)
     assert torch.allclose(rows[1:], expected, atol=1e-5)
+
+
+def test_card_states_projected_dimension(projected):
+    encoder = open_encoder(projected)
+    recipe = {"model": {"source": "owner/base"}}
+
+    card = model_card(RunRecord(encoder.settings, recipe, summary={}, model=encoder))
+
+    assert "| vectors | one per text, 12 dimensions," in card
+
+
+def test_projection_has_no_onnx_form(projected, tmp_path):
+    save_model(open_encoder(projected), tmp_path / "saved", base="projected")
+
+    with raises("unsupported-form"):
+        write_form(tmp_path / "saved", "onnx")
 
 
 def test_damaged_dense_is_refused(projected):

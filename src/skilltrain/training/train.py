@@ -383,7 +383,7 @@ def save_trained(
     if config.adapter is not None:
         merge_adapter(model.network)
     recipe = config.model_dump(mode="json")
-    record = RunRecord(model.settings, recipe, summary, run=config.out, network=model.network)
+    record = RunRecord(model.settings, recipe, summary, run=config.out, model=model)
     save_model(model.eval(), out, config.model.source, model_card(record))
 
 
