@@ -19,11 +19,14 @@ from faults import raises
 from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.forms import write_form
 from skilltrain.losses import InfoNCE, LateInteraction
+from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.saving import save_model
 from skilltrain.retrieval.dense import _identity
 from skilltrain.training.loop import Run, train
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.train import TrainEncoder, load_model
+from skilltrain.training.training_set import ListsSource
 from training_data import training_set
 from training_runs import CONFIG
 
@@ -128,6 +131,22 @@ def test_colbert_layer_projects_tokens(colbert, model_folders):
     weight = load_file(colbert / "model.safetensors")["linear.weight"]
     expected = torch.nn.functional.normalize(hidden[0] @ weight.T, dim=-1)
     assert torch.allclose(rows[1:], expected, atol=1e-5)
+
+
+def test_adapter_freezes_projection(projected, tmp_path):
+    config = TrainEncoder(
+        stage="train_encoder",
+        model=EncoderConfig(source=str(projected)),
+        adapter=AdapterConfig(rank=2),
+        data=ListsSource(pool=tmp_path / "pool", lists=tmp_path / "lists"),
+        out=tmp_path / "out",
+    )
+
+    encoder = load_model(config, CPU)
+
+    trained = [name for name, value in encoder.named_parameters() if value.requires_grad]
+    assert trained
+    assert all(".lora_" in name for name in trained)
 
 
 def test_card_states_projected_dimension(projected):

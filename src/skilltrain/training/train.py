@@ -334,6 +334,9 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         model.network.get_input_embeddings().requires_grad_(False)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
+        if isinstance(model, Encoder):
+            # Only the adapter trains, because a saved adapter does not hold the projection.
+            model.projection.requires_grad_(False)
         # By default, peft casts the inputs of an adapter to float32. Training in bfloat16 runs
         # under autocast, which would cast the inputs back, so leave out peft's cast.
         if config.training.dtype_on(default_device()) == torch.bfloat16:
