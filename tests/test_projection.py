@@ -165,6 +165,24 @@ def test_projection_has_no_onnx_form(projected, tmp_path):
         write_form(tmp_path / "saved", "onnx")
 
 
+def test_unknown_activation_is_refused(projected):
+    file = projected / "2_Dense" / "config.json"
+    config = json.loads(file.read_text()) | {"activation_function": "other.Swish"}
+    file.write_text(json.dumps(config))
+
+    with raises("unsupported-model"):
+        open_encoder(projected)
+
+
+def test_colbert_without_layer_is_refused(colbert):
+    weights = load_file(colbert / "model.safetensors")
+    del weights["linear.weight"]
+    save_file(weights, colbert / "model.safetensors", metadata={"format": "pt"})
+
+    with raises("unreadable-model"):
+        open_encoder(colbert)
+
+
 def test_damaged_dense_is_refused(projected):
     (projected / "2_Dense" / "model.safetensors").write_bytes(b"nothing")
 
