@@ -273,7 +273,8 @@ class Training:
         # Without a checkpoint, the run starts at step 0.
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
-        # A new run has no states of hooks yet.
+        # A new run has no states of hooks yet, so the lists may differ in length. A resumed run has
+        # the same hooks, because `--resume` refuses another recipe.
         for hook, state in zip(self.hooks, self.position.hook_states, strict=False):
             hook.load_state_dict(state)
 
