@@ -8,7 +8,8 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from skilltrain.losses import InfoNCE, LateInteraction
+from skilltrain.losses import KL, InfoNCE, LateInteraction, WeightedSum
+from skilltrain.losses.weighted_sum import WeightedLoss
 from skilltrain.models.pooling import max_sim
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval import late
@@ -307,6 +308,36 @@ def test_late_cannot_be_first_ranker(ranker):
 def test_late_loss_needs_positive_weight():
     with pytest.raises(ValidationError, match="greater than 0"):
         LateInteraction(weight=0)
+
+
+TEACHER_AND_LABELS = WeightedSum(
+    name="sum",
+    parts={
+        "labels": WeightedLoss(loss=InfoNCE()),
+        "teacher": WeightedLoss(loss=KL()),
+    },
+)
+
+
+@pytest.mark.parametrize(("loss", "has_in_batch"), [(TEACHER_AND_LABELS, True), (KL(), False)])
+def test_late_loss_keeps_in_batch_negatives(open_encoder_of, monkeypatch, loss, has_in_batch):
+    batches = []
+
+    def keep_batch(_, batch):
+        batches.append(batch)
+        return batch.scores.sum()
+
+    monkeypatch.setattr(LateInteraction, "__call__", keep_batch)
+    data = training_set(4)
+    lists = tuple(replace(each, teacher_scores=each.gains) for each in data.lists)
+    settings = StepSettings(512, late_interaction=LateInteraction())
+    step = EncoderStep(open_encoder_of("bert"), loss, replace(data, lists=lists), settings)
+
+    step(lists)
+
+    num_own = sum(len(each.skill_ids) for each in lists)
+    num_valid = int(batches[0].valid.sum())
+    assert num_valid > num_own if has_in_batch else num_valid == num_own
 
 
 SELF = [{"kind": "dense", "source": "self"}, {"kind": "late", "source": "self"}]

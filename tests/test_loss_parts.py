@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 import training_runs
 from skilltrain.losses import KL, EncoderLoss, InfoNCE, ListwiseCE, SpreadOut, Vectors
@@ -17,6 +17,7 @@ from skilltrain.losses.weighted_sum import WeightedSum, flatten_loss
 from skilltrain.training.loop import Run, train
 from skilltrain.training.scores import encoder_scores
 from skilltrain.training.steps import RerankerStep, StepSettings
+from skilltrain.training.train import TrainEncoder, TrainReranker
 from test_losses import L1E, L2, LE1, batch
 from test_scores import IDS, TAUGHT, TAUGHT_TOO, context, unit
 from training_data import training_set
@@ -157,3 +158,20 @@ def test_aligned_loss_of_guide_reads_stored_vectors(tmp_path, monkeypatch):
     queries = scored.vectors.queries[:, 0]
     positives = scored.vectors.skills[[0, 2], 0]  # a and c
     assert value.item() == pytest.approx((4 - queries.sum() - positives.sum()).item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("stage", "settings"),
+    [
+        (TrainEncoder, {"stage": "train_encoder", "in_batch_negatives": False}),
+        (TrainReranker, {"stage": "train_reranker"}),
+    ],
+)
+def test_loss_without_negatives_is_refused(stage, settings):
+    infonce = {"name": "infonce", "negatives": "in_batch"}
+    loss = {"name": "sum", "parts": {"labels": {"loss": infonce}}}
+    data = {"pool": "p", "lists": "l"}
+    recipe = {"model": {"source": "m"}, "data": data, "loss": loss, "out": "o"}
+
+    with pytest.raises(ValidationError, match="in_batch leaves no negatives"):
+        stage.model_validate(recipe | settings)

@@ -364,6 +364,11 @@ NO_TAG = "unknown 'name' matryoshka"
             {"directions": BOTH, "push_share": 0.5},
             r"push_share is for directions: \[query_to_skill\] alone",
         ),
+        (
+            "infonce",
+            {"negatives": "in_batch", "push_share": 0.5},
+            "push_share needs the negatives of a query's list",
+        ),
         ("matryoshka", {"dims": []}, "at least 1 item"),
         ("matryoshka", {"dims": [0, 4]}, "greater than 0"),
         ("matryoshka", {"dims": [4], "loss": WIDTHS}, NO_TAG),

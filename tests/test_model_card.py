@@ -132,7 +132,7 @@ def test_card_states_facts(open_encoder_of):
     template = EncoderTemplate(instruction="Find skills", skill_prompt="passage: ")
     model = open_encoder_of("bert", template=template)
 
-    card = model_card(record(model.settings, network=model.network))
+    card = model_card(record(model.settings, model=model))
 
     num_parameters = f"{model.network.num_parameters():,}"
     for line in (

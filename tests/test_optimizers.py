@@ -17,6 +17,7 @@ from skilltrain.training.loop import (
     Training,
     learning_rate_factor,
     new_optimizer,
+    rate_scales,
     train,
 )
 from skilltrain.training.memory import held_bytes
@@ -117,6 +118,17 @@ def test_stopped_run_resumes_bit_identically(model_folders, tmp_path, optimizer)
     first = dict(new_step(folder).named_parameters())
     assert any(not torch.equal(first[name], value) for name, value in whole.items())
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+
+
+def test_projection_is_above_all_layers():
+    projection = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    backbone = torch.nn.ModuleDict({"layer": torch.nn.ModuleList([torch.nn.Linear(2, 2)])})
+    encoder = torch.nn.ModuleDict({"backbone": backbone, "projection": projection})
+
+    scales = rate_scales(torch.nn.ModuleDict({"model": encoder}), layer_decay=0.5)
+
+    assert scales["model.projection.0.weight"] == 1
+    assert scales["model.backbone.layer.0.weight"] == 0.5
 
 
 def test_layers_below_learn_more_slowly(model_folders, tmp_path):

@@ -16,13 +16,17 @@ from sentence_transformers.sentence_transformer.modules import (
 
 import training_runs
 from faults import raises
+from skilltrain.export.card import RunRecord, model_card
 from skilltrain.export.forms import write_form
 from skilltrain.losses import InfoNCE, LateInteraction
+from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.saving import save_model
 from skilltrain.retrieval.dense import _identity
 from skilltrain.training.loop import Run, train
 from skilltrain.training.steps import EncoderStep, StepSettings
+from skilltrain.training.train import TrainEncoder, load_model
+from skilltrain.training.training_set import ListsSource
 from training_data import training_set
 from training_runs import CONFIG
 
@@ -127,6 +131,56 @@ def test_colbert_layer_projects_tokens(colbert, model_folders):
     weight = load_file(colbert / "model.safetensors")["linear.weight"]
     expected = torch.nn.functional.normalize(hidden[0] @ weight.T, dim=-1)
     assert torch.allclose(rows[1:], expected, atol=1e-5)
+
+
+def test_adapter_freezes_projection(projected, tmp_path):
+    config = TrainEncoder(
+        stage="train_encoder",
+        model=EncoderConfig(source=str(projected)),
+        adapter=AdapterConfig(rank=2),
+        data=ListsSource(pool=tmp_path / "pool", lists=tmp_path / "lists"),
+        out=tmp_path / "out",
+    )
+
+    encoder = load_model(config, CPU)
+
+    trained = [name for name, value in encoder.named_parameters() if value.requires_grad]
+    assert trained
+    assert all(".lora_" in name for name in trained)
+
+
+def test_card_states_projected_dimension(projected):
+    encoder = open_encoder(projected)
+    recipe = {"model": {"source": "owner/base"}}
+
+    card = model_card(RunRecord(encoder.settings, recipe, summary={}, model=encoder))
+
+    assert "| vectors | one per text, 12 dimensions," in card
+
+
+def test_projection_has_no_onnx_form(projected, tmp_path):
+    save_model(open_encoder(projected), tmp_path / "saved", base="projected")
+
+    with raises("unsupported-form"):
+        write_form(tmp_path / "saved", "onnx")
+
+
+def test_unknown_activation_is_refused(projected):
+    file = projected / "2_Dense" / "config.json"
+    config = json.loads(file.read_text()) | {"activation_function": "other.Swish"}
+    file.write_text(json.dumps(config))
+
+    with raises("unsupported-model"):
+        open_encoder(projected)
+
+
+def test_colbert_without_layer_is_refused(colbert):
+    weights = load_file(colbert / "model.safetensors")
+    del weights["linear.weight"]
+    save_file(weights, colbert / "model.safetensors", metadata={"format": "pt"})
+
+    with raises("unreadable-model"):
+        open_encoder(colbert)
 
 
 def test_damaged_dense_is_refused(projected):

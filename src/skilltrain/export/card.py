@@ -122,7 +122,7 @@ class RunRecord:
         exported: The exported checkpoint, if it is not the run's final model.
         form: The model's form, if it is not the one that training saves.
         run: The run's folder.
-        network: The model's network, for facts such as its dimension.
+        model: The `Encoder` or `Reranker`, for facts such as its dimension.
     """
 
     settings: EncoderSettings | RerankerSettings
@@ -131,7 +131,7 @@ class RunRecord:
     exported: str | None = None
     form: Form | None = None
     run: Path | None = None
-    network: Any = None
+    model: Any = None
 
 
 class Result(NamedTuple):

@@ -79,6 +79,9 @@ def write_form(folder: Path, form: Form) -> None:
         problem = "only a reranker with template.form=yes_no has this form"
         if isinstance(model, Reranker):
             problem += "; a reranker with template.form=pair is already a classifier"
+    if form == "onnx" and isinstance(model, Encoder) and model.projection:
+        # The graph holds the network alone, so its vectors would be those before the projection.
+        problem = "an encoder with modules Dense has no such form"
     if problem:
         raise SkilltrainError("unsupported-form", problem, where=f"--form {form}")
 

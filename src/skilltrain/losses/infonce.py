@@ -71,7 +71,7 @@ class InfoNCE(Loss):
 
     @model_validator(mode="after")
     def _check_directions(self) -> "InfoNCE":
-        """Check that `directions`, `partition` and `push_share` can be combined.
+        """Check that `directions`, `partition`, `negatives` and `push_share` can be combined.
 
         A direction says what is compared with what: `query_to_skill` compares each query with all
         skills. pydantic turns the ValueError into an error of the setting.
@@ -92,6 +92,9 @@ class InfoNCE(Loss):
         # push_share weights two losses of queries against skills, and knows no other direction.
         if self.push_share and len(self.directions) > 1:
             raise ValueError("push_share is for directions: [query_to_skill] alone")
+        # Rejected skills are in a query's own list, which `in_batch` leaves out.
+        if self.push_share and self.negatives == "in_batch":
+            raise ValueError("push_share needs the negatives of a query's list: all or own")
         return self
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:

@@ -203,7 +203,7 @@ def load_projections(folder: Path, model_config: Any) -> list[Any]:
         Modules `Dense` of sentence-transformers, in their order. Most models have none.
 
     Raises:
-        SkilltrainError: A module cannot be read.
+        SkilltrainError: A module cannot be read, or has an activation that is not torch's.
     """
     file = folder / "modules.json"
     modules = read_json(file) if file.is_file() else []
@@ -215,19 +215,30 @@ def load_projections(folder: Path, model_config: Any) -> list[Any]:
 
     from sentence_transformers.sentence_transformer.modules import Dense
 
-    folders = [str(path_inside(folder, path, file)) for path in paths]
+    folders = [path_inside(folder, path, file) for path in paths]
+    for dense_folder in folders:
+        # Dense.load would replace an activation of another package by Tanh. It is also its default.
+        dense_config = read_json_object(dense_folder / "config.json")
+        activation = str(dense_config.get("activation_function", "torch.nn.Tanh"))
+        if not activation.startswith("torch."):
+            fault = (
+                f"a module Dense has the activation {printable(activation, 200)}, which an encoder "
+                "here does not compute"
+            )
+            fix = "choose another model"
+            raise SkilltrainError("unsupported-model", fault, where=dense_folder, fix=fix)
     try:
-        projections = [Dense.load(dense_folder) for dense_folder in folders]
+        projections = [Dense.load(str(dense_folder)) for dense_folder in folders]
+        if is_colbert:
+            with safe_open(folder / "model.safetensors", "pt") as tensors:
+                weight = tensors.get_tensor("linear.weight")  # [out, in]
+            # The shape of the transposed weight is (in_features, out_features).
+            projection = Dense(*weight.T.shape, bias=False, activation_function=None)
+            projection.linear.weight.data = weight
+            projections.append(projection)
     except Exception as error:  # a damaged file can cause any exception
-        fault = f"cannot load a module Dense: {printable(str(error), 200)}"
+        fault = f"cannot load a linear layer (Dense): {printable(str(error), 200)}"
         raise SkilltrainError("unreadable-model", fault, where=folder) from error
-    if is_colbert:
-        with safe_open(folder / "model.safetensors", "pt") as tensors:
-            weight = tensors.get_tensor("linear.weight")  # [out, in]
-        # The shape of the transposed weight is (in_features, out_features).
-        projection = Dense(*weight.T.shape, bias=False, activation_function=None)
-        projection.linear.weight.data = weight
-        projections.append(projection)
     for projection in projections:
         # A module Dense reads and writes a dict, under these keys. The file's keys differ between
         # vectors of texts and of tokens. Here, both kinds of vectors have the key PROJECTED.

@@ -78,7 +78,7 @@ def export_run(
             model = open_model(staged, "meta", runs_code=config.model.trust_remote_code)
             recipe = config.model_dump(mode="json")
             card_name = None if checkpoint_name == final_checkpoint else checkpoint_name
-            record = RunRecord(model.settings, recipe, summary, card_name, form, run, model.network)
+            record = RunRecord(model.settings, recipe, summary, card_name, form, run, model)
             write_text(staged / "README.md", model_card(record, published))
     return {"out": str(out), "stage": config.stage, "checkpoint": checkpoint_name}
 

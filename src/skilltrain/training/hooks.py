@@ -33,7 +33,11 @@ class Hook(Protocol):
         """Run after an evaluation on the dev benchmark. See `on_step` for the arguments."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state to save in a checkpoint, as values of JSON."""
+        """Return the state to save in a checkpoint, as values of JSON.
+
+        Only the main process saves its state, and a resumed run restores it on all ranks. So the
+        state must not differ between ranks.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

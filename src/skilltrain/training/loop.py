@@ -158,7 +158,7 @@ def rate_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     """Return the factor of the learning rate of each parameter, by its name.
 
     The factor is 1 at the top of the network, and is multiplied by `layer_decay` at each layer
-    below. Heads and final norms are above the layers, and token embeddings below.
+    below. Heads, projections and final norms are above the layers, and token embeddings below.
 
     For a network of 2 layers without a head and `layer_decay` 0.9:
         encoder.layer.1.output.dense.bias → 1
@@ -167,9 +167,11 @@ def rate_scales(model: nn.Module, layer_decay: float) -> dict[str, float]:
     """
     heights: dict[str, float] = {}
     for name, _ in model.named_parameters():
-        # The first number in a name is that of the layer.
+        # The first number in a name is that of the layer. Modules of an encoder's projection have
+        # numbers too, but are above all layers.
+        is_projection = name.removeprefix("model.").startswith("projection.")
         layer = re.search(r"\.(\d+)\.", name)
-        if layer:
+        if layer and not is_projection:
             heights[name] = int(layer[1])
         else:
             heights[name] = -1 if "embed" in name else math.inf
@@ -271,7 +273,8 @@ class Training:
         # Without a checkpoint, the run starts at step 0.
         self.position = position or Position()
         self.seconds_at_checkpoint = self.position.seconds
-        # A new run has no states of hooks yet.
+        # A new run has no states of hooks yet, so the lists may differ in length. A resumed run has
+        # the same hooks, because `--resume` refuses another recipe.
         for hook, state in zip(self.hooks, self.position.hook_states, strict=False):
             hook.load_state_dict(state)
 

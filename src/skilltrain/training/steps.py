@@ -18,7 +18,7 @@ from skilltrain.distributed import (
     made_by_first_rank,
     rank_and_world,
 )
-from skilltrain.losses import LateInteraction, Loss, ScoredBatch
+from skilltrain.losses import LateInteraction, Loss, Needs, ScoredBatch, flatten_loss
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import (
@@ -260,9 +260,14 @@ class EncoderStep(_Step[Encoder]):
             query_tokens = _without_padding(tokens[:num_queries], local_queries)
             skill_tokens = _without_padding(gather_rows(tokens[num_queries:], len(skills)), skills)
             scores = max_sim(query_tokens, skill_tokens)  # [query, skill]
+            # If a part of the loss reads no teacher scores, the late loss gets the candidates of
+            # this part. They include in-batch negatives, which have no teacher score.
+            parts = flatten_loss(self.loss)
+            needs_teacher = all(part.needs.teacher_scores for part in parts)
+            valid = scored.for_needs(Needs(teacher_scores=needs_teacher)).valid
             # The late loss has its own scores, and the labels of `scored`. It uses neither text
             # vectors nor teacher scores, so these are not copied.
-            late_scored = ScoredBatch(scores, scored.gains, scored.valid, positive=scored.positive)
+            late_scored = ScoredBatch(scores, scored.gains, valid, positive=scored.positive)
             loss = loss + late_interaction(late_scored)
 
         # A rank without queries must run backward too. Add 0, computed from the model's output:

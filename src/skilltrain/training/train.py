@@ -27,6 +27,7 @@ from skilltrain.losses import (
     InfoNCE,
     LateInteraction,
     ListwiseCE,
+    Loss,
     Matryoshka,
     RerankerLoss,
     flatten_loss,
@@ -219,6 +220,8 @@ class TrainEncoder(Train):
             if pushes_rejected and gains[Verdict.REJECTED] >= gains[Verdict.IRRELEVANT]:
                 fault = "loss.push_share needs data.gains that put rejected below irrelevant"
                 raise ValueError(fault)
+        if not self.in_batch_negatives:
+            _refuse_in_batch(self.loss, "in_batch_negatives is false")
 
         # Late interaction compares token by token. `varlen` computes only the vector of the
         # last token.
@@ -249,6 +252,7 @@ class TrainReranker(Train):
     @model_validator(mode="after")
     def _check(self) -> "TrainReranker":
         """Check that settings of different sections fit together."""
+        _refuse_in_batch(self.loss, "a reranker scores the candidates of each list alone")
         # `needs.directions` is true if the loss also compares, for example, skills with skills.
         if self.loss.needs.directions:
             raise ValueError(
@@ -273,6 +277,20 @@ class TrainReranker(Train):
                 "[{kind: saved, rankings: FOLDER}, {kind: rerank, source: self, keep: 20}]",
             )
         return self
+
+
+def _refuse_in_batch(loss: Loss, reason: str) -> None:
+    """Refuse an InfoNCE with in-batch negatives alone, where a batch has none.
+
+    Such a loss is always 0, so the model would learn nothing from it.
+
+    Args:
+        loss: The loss of the stage. It may contain other losses.
+        reason: Why there are no in-batch negatives.
+    """
+    for part in flatten_loss(loss):
+        if isinstance(part, InfoNCE) and part.negatives == "in_batch":
+            raise ValueError(f"loss: negatives: in_batch leaves no negatives, because {reason}")
 
 
 def _is_small_on_cpu(config: Train, accelerator: Accelerator) -> bool:
@@ -316,6 +334,9 @@ def load_model(config: Train, device: torch.device) -> Encoder | Reranker:
         model.network.get_input_embeddings().requires_grad_(False)
     if config.adapter is not None:
         add_adapter(model.network, config.adapter)
+        if isinstance(model, Encoder):
+            # Only the adapter trains, because a saved adapter does not hold the projection.
+            model.projection.requires_grad_(False)
         # By default, peft casts the inputs of an adapter to float32. Training in bfloat16 runs
         # under autocast, which would cast the inputs back, so leave out peft's cast.
         if config.training.dtype_on(default_device()) == torch.bfloat16:
@@ -365,7 +386,7 @@ def save_trained(
     if config.adapter is not None:
         merge_adapter(model.network)
     recipe = config.model_dump(mode="json")
-    record = RunRecord(model.settings, recipe, summary, run=config.out, network=model.network)
+    record = RunRecord(model.settings, recipe, summary, run=config.out, model=model)
     save_model(model.eval(), out, config.model.source, model_card(record))
 
 
