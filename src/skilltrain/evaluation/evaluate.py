@@ -15,6 +15,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from pydantic import Field, model_validator
 
 from skilltrain.config import InputPath, InputPaths, Seed
@@ -35,6 +36,7 @@ from skilltrain.evaluation.write import terminal_table, write_report
 from skilltrain.files import read_json
 from skilltrain.metrics.benchmarks.benchmark import (
     Benchmark,
+    Task,
     add_copies,
     check_pool,
     join_tiers,
@@ -198,13 +200,13 @@ class Evaluate(Stage):
 
         # Rank all queries, also those that no skill serves. There is one result for each ranker of
         # a system. The result of the last ranker is the final one.
-        unserved = read_unserved(self.analysis.unserved) if self.analysis.unserved else []
         tasks = data.benchmark.tasks
-        # Folds are assigned before the ranking, which may take long, because they may fail.
-        folds = assign_folds(tasks, NUM_FOLDS, self.bootstrap_seed) if unserved else None
+        # Without folds, the unserved queries are not ranked.
+        unserved, folds, fold_notes = _unserved_queries(self, tasks)
         results_by_system, chat_counts = _rank(self, data, unserved)
         query_ids = list(data.benchmark.relevances)
         notes = [*data.benchmark.notes, *_selection_notes(self), *_chat_notes(chat_counts)]
+        notes += fold_notes
         if folds is not None:
             rows = refusals(results_by_system, tasks, unserved, folds, self.bootstrap_seed)
             analysis["unserved"] = rows
@@ -365,6 +367,30 @@ def _add_near_duplicates(
         needed_ids += [*task.relevance.gold, *task.relevance.alternatives]
     copies = copies_of(needed_ids, skills, clusters)
     return add_copies(benchmark, copies)
+
+
+def _unserved_queries(
+    config: Evaluate, tasks: Sequence[Task]
+) -> tuple[list[Query], np.ndarray | None, list[str]]:
+    """Return the queries that no skill serves, and the folds of the tasks.
+
+    Args:
+        config: Settings, which may name a file of such queries.
+        tasks: Queries that a skill serves.
+
+    Returns:
+        The queries; the fold of each task, [task]; and sentences about queries that are left out.
+        The folds are None if there are no queries.
+    """
+    file = config.analysis.unserved
+    unserved = read_unserved(file) if file else []
+    if not unserved:
+        return [], None, []
+    try:
+        return unserved, assign_folds(tasks, NUM_FOLDS, config.bootstrap_seed), []
+    except SkilltrainError as error:
+        # The benchmark has too few skills for folds. All other figures need no folds.
+        return [], None, [f"Queries that no skill serves are left out: {error.problem}."]
 
 
 def _rank(
