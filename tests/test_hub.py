@@ -556,6 +556,55 @@ def test_card_without_pool_says_so(tmp_path, stages):
     assert "licences of its sources are not known here" in card
 
 
+def test_card_warns_of_users_requests(stages, tmp_path):
+    rows = read_table(stages / "queries", QUERIES).to_pylist()
+    write_table([row | {"origin": "use"} for row in rows], QUERIES, tmp_path / "learned")
+
+    cards = [
+        push(folder, dry_run=True)["card"] for folder in (tmp_path / "learned", stages / "queries")
+    ]
+
+    assert ["requests of users" in card for card in cards] == [True, False]
+
+
+def test_password_in_query_is_not_sent(stages, tmp_path):
+    (row, *_) = read_table(stages / "queries", QUERIES).to_pylist()
+    text = "open https://user:pass1234@" + "host.org/x"
+    write_table([row | {"text": text}], QUERIES, tmp_path / "learned")
+
+    with raises("secret-found"):
+        push(tmp_path / "learned", dry_run=True)
+
+
+def test_recipe_without_pool_is_pushed(stages, tmp_path):
+    shutil.copytree(stages / "pool", tmp_path / "distractors")
+    file = tmp_path / "distractors" / "run.json"
+    record = json.loads(file.read_text())
+    record["recipe"]["pool"] = None
+    file.write_text(json.dumps(record))
+
+    card = push(tmp_path / "distractors", dry_run=True)["card"]
+
+    assert "| skills | not stated | 20 |" in card
+
+
+def test_folders_of_one_name_keep_records(hub, stages, tmp_path):
+    for kind in ("queries", "pool"):
+        shutil.copytree(stages / kind, tmp_path / kind / "data")
+
+    push(tmp_path / "queries" / "data", tmp_path / "pool" / "data")
+
+    records = json.loads(hub.repositories[DATA].files["provenance.json"])
+    stages_by_name = {name: record["recipe"]["stage"] for name, record in records.items()}
+    assert stages_by_name == {"data": "queries", "data (2)": "pool"}
+
+
+def test_card_says_that_bodies_are_missing(stages):
+    card = push(stages / "pool", no_bodies=True, dry_run=True)["card"]
+
+    assert "without their bodies" in card
+
+
 def test_dataset_replaces_no_other_data(hub, stages):
     hub.repositories[DATA] = Repository(files={"train.csv": b"a"}, type="dataset")
 
@@ -590,6 +639,20 @@ def test_options_of_models_are_refused(stages, options):
     outcome = skilltrain("push", stages / "queries", "--repo", DATA, *options)
 
     assert outcome.error_line.endswith("[conflicting-settings]")
+
+
+def test_model_has_no_bodies_to_leave_out(model_folders):
+    outcome = skilltrain("push", model_folders["bert"], "--repo", REPO, "--no-bodies")
+
+    assert outcome.error_line.endswith("[conflicting-settings]")
+
+
+def test_file_of_table_is_refused(stages):
+    file = stages / "queries" / "queries.parquet"
+
+    outcome = skilltrain("push", file, "--repo", DATA)
+
+    assert "only folders are pushed" in outcome.error_line
 
 
 def test_two_models_are_refused(tmp_path):
