@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 
 import numpy as np
@@ -21,6 +22,7 @@ from hub_server import TOKEN, Repository, commit_of, hub_server
 from skilltrain.export.card import Published
 from skilltrain.export.push import PushOptions, push_files, upload
 from skilltrain.export.tables import find_tables, push_tables
+from skilltrain.files import cache_folder, locked
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.provenance import HUB_REVISIONS, provenance_of
 from skilltrain.records import Skill
@@ -244,6 +246,39 @@ def test_router_with_bodies_may_be_refused(hub, tmp_path):
     assert hub.log == []
 
 
+@pytest.mark.parametrize(
+    "ranker",
+    [
+        {"kind": "select", "prompt": "prompt.yaml"},
+        {"kind": "admit", "specificity": True, "specificity_prompt": "prompt.yaml"},
+    ],
+)
+def test_router_with_prompt_file_is_not_sent(hub, tmp_path, monkeypatch, ranker):
+    monkeypatch.chdir(tmp_path)
+    prompt = {
+        "system": "choose",
+        "user": "{{ query }} {% for s in skills %}{{ s.name }}{% endfor %}",
+    }
+    (tmp_path / "prompt.yaml").write_text(json.dumps(prompt))
+    llm = {"kind": "openai", "base_url": "http://127.0.0.1:9/v1", "model": "m"}
+    folder = write_router(tmp_path / "router", [{"kind": "lexical"}, ranker | {"llm": llm}])
+
+    with raises("conflicting-settings"):
+        push_router(folder, Published(ROUTER), PushOptions(dry_run=True))
+
+    assert str(tmp_path) not in (folder / "index-1" / "index.json").read_text()
+
+
+def test_router_with_code_is_not_sent(hub, tmp_path, model_folders):
+    shutil.copytree(model_folders["bert"], tmp_path / "encoder")
+    (tmp_path / "encoder" / "modeling.py").write_text("")
+    rankers = [{"kind": "dense", "source": str(tmp_path / "encoder")}]
+    folder = write_router(tmp_path / "router", rankers)
+
+    with raises("remote-code"):
+        push_router(folder, Published(ROUTER), PushOptions())
+
+
 def test_router_replaces_no_model(hub, tmp_path):
     folder = write_router(tmp_path / "router", "lexical")
     hub.repositories[ROUTER] = Repository(files={MARKER: b"{}"})
@@ -340,6 +375,30 @@ def test_router_brings_no_paths(hub, tmp_path):
 
     assert source.startswith("./")
     assert router.route("merge").skills[0].path is None
+
+
+@pytest.mark.parametrize("path", ["/etc", "~/keys", "C:\\keys", "../keys"])
+@pytest.mark.parametrize("key", ["pool", "prompt"])
+def test_router_names_no_path_here(hub, tmp_path, path, key):
+    push_router(write_router(tmp_path / "router", "lexical"), Published(ROUTER), PushOptions())
+    files = hub.repositories[ROUTER].files
+    record = json.loads(files["index-1/index.json"])
+    (record if key == "pool" else record["rankers"][0])[key] = path
+    files["index-1/index.json"] = json.dumps(record).encode()
+
+    with raises("path-outside-folder"):
+        Router.load(SOURCE)
+
+
+def test_second_process_waits_for_router(hub, tmp_path, monkeypatch):
+    push_router(write_router(tmp_path / "router", "lexical"), Published(ROUTER), PushOptions())
+    folder = cache_folder("routers") / commit_of(hub.repositories[ROUTER].files)
+    other = ExitStack()
+    other.enter_context(locked(folder))
+    monkeypatch.setattr("skilltrain.serving.hub.sleep", lambda seconds: other.close())
+
+    assert local_router(SOURCE) == folder
+    assert (folder / "router.json").is_file()
 
 
 def test_printed_configuration_names_hub(hub, tmp_path):
@@ -497,6 +556,55 @@ def test_card_without_pool_says_so(tmp_path, stages):
     assert "licences of its sources are not known here" in card
 
 
+def test_card_warns_of_users_requests(stages, tmp_path):
+    rows = read_table(stages / "queries", QUERIES).to_pylist()
+    write_table([row | {"origin": "use"} for row in rows], QUERIES, tmp_path / "learned")
+
+    cards = [
+        push(folder, dry_run=True)["card"] for folder in (tmp_path / "learned", stages / "queries")
+    ]
+
+    assert ["requests of users" in card for card in cards] == [True, False]
+
+
+def test_password_in_query_is_not_sent(stages, tmp_path):
+    (row, *_) = read_table(stages / "queries", QUERIES).to_pylist()
+    text = "open https://user:pass1234@" + "host.org/x"
+    write_table([row | {"text": text}], QUERIES, tmp_path / "learned")
+
+    with raises("secret-found"):
+        push(tmp_path / "learned", dry_run=True)
+
+
+def test_recipe_without_pool_is_pushed(stages, tmp_path):
+    shutil.copytree(stages / "pool", tmp_path / "distractors")
+    file = tmp_path / "distractors" / "run.json"
+    record = json.loads(file.read_text())
+    record["recipe"]["pool"] = None
+    file.write_text(json.dumps(record))
+
+    card = push(tmp_path / "distractors", dry_run=True)["card"]
+
+    assert "| skills | not stated | 20 |" in card
+
+
+def test_folders_of_one_name_keep_records(hub, stages, tmp_path):
+    for kind in ("queries", "pool"):
+        shutil.copytree(stages / kind, tmp_path / kind / "data")
+
+    push(tmp_path / "queries" / "data", tmp_path / "pool" / "data")
+
+    records = json.loads(hub.repositories[DATA].files["provenance.json"])
+    stages_by_name = {name: record["recipe"]["stage"] for name, record in records.items()}
+    assert stages_by_name == {"data": "queries", "data (2)": "pool"}
+
+
+def test_card_says_that_bodies_are_missing(stages):
+    card = push(stages / "pool", no_bodies=True, dry_run=True)["card"]
+
+    assert "without their bodies" in card
+
+
 def test_dataset_replaces_no_other_data(hub, stages):
     hub.repositories[DATA] = Repository(files={"train.csv": b"a"}, type="dataset")
 
@@ -531,6 +639,20 @@ def test_options_of_models_are_refused(stages, options):
     outcome = skilltrain("push", stages / "queries", "--repo", DATA, *options)
 
     assert outcome.error_line.endswith("[conflicting-settings]")
+
+
+def test_model_has_no_bodies_to_leave_out(model_folders):
+    outcome = skilltrain("push", model_folders["bert"], "--repo", REPO, "--no-bodies")
+
+    assert outcome.error_line.endswith("[conflicting-settings]")
+
+
+def test_file_of_table_is_refused(stages):
+    file = stages / "queries" / "queries.parquet"
+
+    outcome = skilltrain("push", file, "--repo", DATA)
+
+    assert "only folders are pushed" in outcome.error_line
 
 
 def test_two_models_are_refused(tmp_path):

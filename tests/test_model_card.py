@@ -400,3 +400,7 @@ def test_paths_are_cut_to_their_last_part():
         "separator": "/",
         "e": ["\n\n", 0.5, True],
     }
+
+
+def test_paths_of_one_name_stay_apart():
+    assert shareable({"/a/q": 1, "/b/q": 2}) == {"q": 1, "q (2)": 2}

@@ -703,6 +703,16 @@ def test_reader_survives_overwritten_router(model_folders, tmp_path):
     assert set(ids(reader, "join tables")) == {"s0", "s1"}
 
 
+def test_identity_stays_when_a_router_moves(tmp_path, model_folders):
+    rankers = [{"kind": "dense", "source": str(model_folders["bert"])}]
+    old = write_router(tmp_path / "old", rankers=rankers)
+    shutil.copytree(model_folders["bert"], tmp_path / "new" / "encoder")
+    rankers = [{"kind": "dense", "source": str(tmp_path / "new" / "encoder")}]
+    new = write_router(tmp_path / "new", rankers=rankers)
+
+    assert Router.load(new).identity == Router.load(old).identity
+
+
 # Foreign routers ---------------------------------------------------------------
 
 URL = "http://127.0.0.1:9/v1"

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from faults import raises
 from skilltrain.data import use_log
 from skilltrain.data.queries import Queries
-from skilltrain.data.use_log import CLIENT, UseLog, read_requests, redact
+from skilltrain.data.use_log import CLIENT, UseLog, read_requests, redact, request_rows
 from skilltrain.evaluation.inspect_data import inspect_queries
 from skilltrain.files import write_jsonl
 from skilltrain.tables import (
@@ -71,6 +71,7 @@ def log_use(folder: Path, *loads: str, query: str = "merge pdf") -> None:
         ("mail bo.li+x@mail.example.org now", "mail [email] now"),
         (f"join {HOMES}anna/a.pdf and {MAC_HOMES}Anna/b.pdf", "join ~/a.pdf and ~/b.pdf"),
         (f"in C:\\Users\\anna\\x and D:{MAC_HOMES}bo", "in ~\\x and ~"),
+        ("in C:\\Users\\Bo Smith\\a and x", "in ~\\a and x"),
         (f"cat {ROOT_HOME}/.ssh/config", "cat ~/.ssh/config"),
         ("the /homepage of @anna costs 5$", "the /homepage of @anna costs 5$"),
     ],
@@ -146,6 +147,25 @@ def test_oldest_files_of_a_long_log_are_removed(tmp_path, monkeypatch):
     skill_ids = [row["loaded"] for row in lines_of(tmp_path)]
     assert len(skill_ids) < 6
     assert skill_ids[-1] == "skill-8"
+
+
+def test_file_may_be_removed_meanwhile(tmp_path, monkeypatch, capsys):
+    log_use(tmp_path)
+    gone = tmp_path / "use-1.jsonl"
+    monkeypatch.setattr(Path, "glob", lambda *_: [gone])
+
+    log_use(tmp_path)
+
+    assert "cannot write the log" not in capsys.readouterr().err
+
+
+def test_only_the_start_of_a_request_is_searched(tmp_path, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(use_log, "redact", lambda text: lengths.append(len(text)) or text)
+
+    UseLog(tmp_path).add_answer("a" * 10**6, "router", RANKING)
+
+    assert lengths == [20_000]
 
 
 def test_unwritten_events_are_written_later(tmp_path, capsys):
@@ -376,6 +396,15 @@ def test_whole_sessions_are_held_out(pool, tmp_path):
         splits.setdefault(query.text.partition("-")[0], set()).add(query.split)
     assert all(len(names) == 1 for names in splits.values())
     assert set.union(*splits.values()) == {"train", "dev"}
+
+
+def test_repeated_request_is_in_one_split(tmp_path):
+    for _ in range(30):
+        log_use(tmp_path, "a")
+
+    splits = {row["split"] for _, row in request_rows(tmp_path)}
+
+    assert len(splits) == 1
 
 
 def test_tables_are_read_as_files(pool, tmp_path):

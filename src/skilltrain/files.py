@@ -11,7 +11,7 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -468,6 +468,16 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()
 
 
+def unused_name(name: str, used: Container[str]) -> str:
+    """Return `name`, or the first of `name (2)`, `name (3)`, … that is not used yet."""
+    free = name
+    number = 1
+    while free in used:
+        number += 1
+        free = f"{name} ({number})"
+    return free
+
+
 def shareable(value: Any) -> Any:
     """Return settings without the parent folders of absolute paths, which may name a user.
 
@@ -478,7 +488,11 @@ def shareable(value: Any) -> Any:
         value: A setting, or a list or map of settings. The keys of a map may be paths, too.
     """
     if isinstance(value, Mapping):
-        return {shareable(key): shareable(item) for key, item in value.items()}
+        shared: dict[Any, Any] = {}
+        for key, item in value.items():
+            # Two paths may end in the same name.
+            shared[unused_name(shareable(key), shared)] = shareable(item)
+        return shared
     if isinstance(value, list | tuple):
         return [shareable(item) for item in value]
     if not isinstance(value, str):

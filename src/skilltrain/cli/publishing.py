@@ -167,6 +167,9 @@ def _push_folders(
         problem = "holds no table; a model or a router is pushed without other folders"
         raise SkilltrainError("conflicting-settings", problem, where=folder)
     if not tables and not is_router:
+        if options.no_bodies:
+            problem = "--no-bodies is for routers and tables; a model has no bodies of skills"
+            raise SkilltrainError("conflicting-settings", problem, where=folder)
         return push_model(folder, published, model_form, options)
     if model_form or published.reports or published.base_model:
         problem = "--form, --report and --base-model are for models"

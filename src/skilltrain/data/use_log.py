@@ -14,7 +14,8 @@ Notes:
     - The time comes first in a file's name, so files in order of name are in order of time.
     - A session is one client of one process on one day (UTC). The log has only a hash of it.
     - Loads count for the newest answer of their session that showed the skill.
-    - Whole sessions are held out. Requests of one session are often alike.
+    - Whole sessions are held out. Requests of one session are often alike. A request that repeats
+      a text of an earlier session goes where that session is, so no text is in both splits.
 """
 
 import hashlib
@@ -25,6 +26,7 @@ import secrets
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import partial
@@ -59,8 +61,13 @@ _MAX_SECONDS = 3600.0  # from an answer to a load that counts for the answer
 _HELD_OUT_SHARE = 0.33  # of the sessions, to compare routers on
 
 _EMAIL = re.compile(r"[\w.+-]{1,64}@[\w-]{1,63}(?:\.[\w-]{1,63}){1,4}")
-# The home folder of a user on Linux, macOS or Windows.
-_HOME = re.compile(r"(?:/(?:home|Users)/|[A-Za-z]:[\\/]Users[\\/])[^/\\\s\"'`:,;)]{1,64}|/root\b")
+_NAME = r"[^/\\\s\"'`:,;)]{1,64}"  # of a home folder, without blanks
+# The home folder of a user on Linux, macOS or Windows. On Windows, its name may have blanks if the
+# path goes on with the same separator.
+_HOME = re.compile(
+    rf"[A-Za-z]:([\\/])Users\1{_NAME}(?:\x20{_NAME}){{1,3}}(?=\1)"
+    rf"|(?:/(?:home|Users)/|[A-Za-z]:[\\/]Users[\\/]){_NAME}|/root\b"
+)
 
 
 def redact(text: str) -> str:
@@ -116,7 +123,8 @@ class UseLog:
             router: Identity of the router that answered.
             ranking: Skills that the client gets, in order.
         """
-        text = redact(clean_text(query))[:_MAX_QUERY_CHARS]
+        # A secret at the cut would be shown in part, so redact more than is kept.
+        text = redact(clean_text(query)[: 2 * _MAX_QUERY_CHARS])[:_MAX_QUERY_CHARS]
         self._write({"query": text, "router": router, "skills": dict(ranking)})
 
     def add_load(self, skill_id: str) -> None:
@@ -170,10 +178,11 @@ def _remove_oldest(folder: Path) -> None:
     num_bytes = 0
     # The newest files come first, because a file's name begins with its day and its time.
     for file in sorted(folder.glob(_FILES), reverse=True):
-        num_bytes += file.stat().st_size
-        if num_bytes > _MAX_LOG_BYTES:
-            # Another process may remove the file at the same time.
-            file.unlink(missing_ok=True)
+        # Another process may remove the file at the same time.
+        with suppress(FileNotFoundError):
+            num_bytes += file.stat().st_size
+            if num_bytes > _MAX_LOG_BYTES:
+                file.unlink()
 
 
 # Reading -------------------------------------------------------------------------------------
@@ -282,10 +291,13 @@ def request_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the requests of a log as rows of a query file.
 
     Loaded skills are required, and skipped ones are irrelevant. A third of the sessions has the
-    split dev.
+    split dev. A repeated text has the same split in all sessions.
     """
+    first_sessions: dict[str, str] = {}  # by text
     for request in read_requests(folder):
-        is_held_out = is_drawn(_HELD_OUT_SHARE, "session", request.session)
+        # All requests with the same text get the split of the first session.
+        session = first_sessions.setdefault(request.text, request.session)
+        is_held_out = is_drawn(_HELD_OUT_SHARE, "session", session)
         row = {
             "query": request.text,
             "skill_ids": sorted(request.loaded),

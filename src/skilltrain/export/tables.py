@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published, write_card
 from skilltrain.export.push import PushOptions, RepositoryKind, push_files
-from skilltrain.files import shareable, write_json
+from skilltrain.files import shareable, unused_name, write_json
 from skilltrain.runs import record_of
 from skilltrain.tables import (
     JUDGEMENTS,
@@ -36,10 +36,15 @@ def find_tables(folders: Sequence[Path]) -> dict[str, pa.Table]:
         Tables by name, such as `queries`.
 
     Raises:
-        SkilltrainError: Two folders have a table of the same name, or a table is damaged.
+        SkilltrainError: A path is that of a file, two folders have a table of the same name, or a
+            table is damaged.
     """
     tables: dict[str, pa.Table] = {}
     for folder in folders:
+        if folder.is_file():
+            problem = "is a file, and only folders are pushed"
+            fix = "give the folder of the stage that wrote the file"
+            raise SkilltrainError("conflicting-settings", problem, where=folder, fix=fix)
         for spec in _TABLES:
             if not table_path(folder, spec).is_file():
                 continue
@@ -75,7 +80,11 @@ def push_tables(
     if options.no_bodies and SKILLS.name in tables:
         tables = tables | {SKILLS.name: tables[SKILLS.name].drop_columns(["body"])}
     # `shareable` removes parent folders from paths, because they may name a user.
-    records = {folder.name: shareable(record_of(folder)) for folder in folders}
+    records: dict[str, Any] = {}
+    for folder in folders:
+        # The paths `.` and `..` have no names, so resolve them.
+        name = unused_name(folder.resolve().name, records)
+        records[name] = shareable(record_of(folder))
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         for name, table in tables.items():
             pq.write_table(table, Path(scratch, f"{name}.parquet"))
@@ -102,7 +111,8 @@ def _count_licenses(folders: Sequence[Path]) -> dict[Path, Counter[tuple[str, st
     counts_by_pool = {}
     for folder in folders:
         # The record of a stage names its pool. The folder of a pool holds the skills itself.
-        pool = Path(record_of(folder).get("recipe", {}).get("pool", folder)).resolve()
+        # The pool of a recipe may be null.
+        pool = Path(record_of(folder).get("recipe", {}).get("pool") or folder).resolve()
         if table_path(pool, SKILLS).is_file():
             skills = read_skills(pool)
             counts_by_pool[pool] = Counter((skill.source, skill.license) for skill in skills)

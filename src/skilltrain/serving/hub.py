@@ -4,6 +4,7 @@ import shutil
 import tempfile
 from collections import Counter
 from pathlib import Path
+from time import sleep
 from typing import Any
 
 from skilltrain.arguments import path_of
@@ -49,6 +50,11 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
     """
     index = Index.open(router)
     index.check_models()
+    # The file of a prompt is not uploaded, so the router could not be opened elsewhere.
+    if index.record.prompt_files:
+        problem = "a ranker reads its prompt from a file, which only this machine has"
+        fix = "make a router whose rankers have no prompt file"
+        raise SkilltrainError("conflicting-settings", problem, where=router, fix=fix)
     # Rerankers need the bodies of skills, and the indexes hold words of the bodies. So a router
     # whose skills have bodies cannot be pushed with `no_bodies`.
     if options.no_bodies and any(skill.body for skill in index.skills.values()):
@@ -100,6 +106,11 @@ def _collect_files(index: Index, scratch: Path) -> dict[str, Path]:
         record = record.replace(f'"{stored_path}"', f'"./{name}"')
         folder = Path(from_stored_path(router, stored_path))
         for file in model_files(folder):
+            # Code is not downloaded with a router. The model would then seem to have changed.
+            if file.suffix == ".py":
+                problem = "a model with Python code is not pushed with a router"
+                fix = "delete the file if the model opens without it, and make the router again"
+                raise SkilltrainError("remote-code", problem, where=file, fix=fix)
             paths[f"{name}/{file.relative_to(folder).as_posix()}"] = file
 
     # Upload the changed record instead of the router's own.
@@ -128,10 +139,16 @@ def local_router(source: Path | str) -> Path:
     say(f"{source}: commit {snapshot.name}")
     folder = cache_folder(DOWNLOADS) / snapshot.name
     # The Hub's cache holds links to files elsewhere, which a router must not have. So copy them.
-    if not folder.exists():
-        with staged_folder(folder) as staged:
-            # Leave out local.json, which lists absolute paths. Otherwise a stranger's router could
-            # point to any folder of this machine.
-            ignore = shutil.ignore_patterns(LOCAL_FILE)
-            shutil.copytree(snapshot, staged, ignore=ignore, dirs_exist_ok=True)
+    while not folder.exists():
+        try:
+            with staged_folder(folder) as staged:
+                # Leave out local.json, which lists absolute paths. Otherwise a stranger's router
+                # could point to any folder of this machine.
+                ignore = shutil.ignore_patterns(LOCAL_FILE)
+                shutil.copytree(snapshot, staged, ignore=ignore, dirs_exist_ok=True)
+        except (SkilltrainError, OSError) as error:
+            # Another process may be copying the same router, or has just finished.
+            if getattr(error, "code", "") != "folder-in-use" and not folder.exists():
+                raise
+            sleep(0.1)
     return folder

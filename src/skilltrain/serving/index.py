@@ -12,6 +12,7 @@
 """
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -20,7 +21,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain, islice
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -46,6 +47,7 @@ from skilltrain.retrieval.cascade import SystemConfig
 from skilltrain.retrieval.rankers import RankerConfig, flatten_rankers, name_rankers
 from skilltrain.serving.answer import Calibration
 from skilltrain.terminal import say
+from skilltrain.texts import printable
 from skilltrain.version import __version__
 
 POINTER = "router.json"
@@ -59,7 +61,9 @@ _GENERATION_NAME = re.compile(r"\.?index-(\d{1,9})(?:\.partial)?")
 _RUN_AGAIN = "run skilltrain index again"
 _MAKE_AGAIN = "make it again with skilltrain fit, or skilltrain index pool=… rankers=… out=…"
 LOCAL_PREFIX = "local:"  # prefix of the keys of local.json
-_PATH_SETTINGS = ("source", "cache")  # settings of rankers that may be paths
+_MODEL_PATHS = ("source", "cache")  # settings of rankers: a model, and a folder for its vectors
+_PROMPT_PATHS = ("prompt", "specificity_prompt")  # settings of rankers: files of prompts
+_PATH_SETTINGS = (*_MODEL_PATHS, *_PROMPT_PATHS)
 AllowedServers = Annotated[
     tuple[str, ...], Field(description="servers that the router's rankers may send texts to")
 ]
@@ -160,6 +164,19 @@ class IndexRecord(Config):
             files={},
             skilltrain=__version__,
         )
+
+    @property
+    def identity(self) -> str:
+        """Hash of the rankers and of their models. It depends neither on paths nor on skills."""
+        # A path differs between machines, so the fingerprint of the model takes its place. The
+        # folder of a cache changes no ranking.
+        rankers = _change_paths(self.rankers, lambda path: self.models.get(path, ""), _MODEL_PATHS)
+        return hashlib.sha256(json.dumps(rankers, sort_keys=True).encode()).hexdigest()[:12]
+
+    @property
+    def prompt_files(self) -> list[str]:
+        """Files of the rankers' prompts, as the record stores their paths."""
+        return _paths_in(self.rankers, _PROMPT_PATHS)
 
     def system(self, router: Path) -> SystemConfig:
         """Return the rankers, with the paths that they have in the folder `router`."""
@@ -392,6 +409,8 @@ def _load_generation(folder: Path) -> Index:
     _check_files(folder, record)
 
     router = folder.parent
+    if router.parent == cache_folder(DOWNLOADS):
+        _check_paths(record, folder)
     system = record.system(router)
     # The record may have been edited, so it is checked here too.
     if record.calibration and not _has_calibrated_rankers(system, record.calibration):
@@ -447,6 +466,25 @@ def _check_files(folder: Path, record: IndexRecord) -> None:
         # Large files have no fingerprint, because hashing them takes seconds.
         if name in record.digests and fingerprint(file) != record.digests[name]:
             raise OSError(f"the content of {name} has changed")
+
+
+def _check_paths(record: IndexRecord, folder: Path) -> None:
+    """Raise SkilltrainError if a router from the Hub names files outside its folder.
+
+    Args:
+        record: Record of the router's generation. A stranger may have written the record.
+        folder: Folder of the generation, for the error.
+    """
+    paths = [record.pool, *record.sources, *record.watched, *record.models]
+    paths += _paths_in(record.rankers, _PATH_SETTINGS)
+    for path in paths:
+        # Paths of Windows have either separator, so this class reads the paths of all systems. The
+        # anchor is the start of an absolute path, such as `/` or `C:`.
+        parsed = PureWindowsPath(path)
+        if parsed.anchor or path.startswith("~") or ".." in parsed.parts:
+            problem = f"this router names a path of your machine: {printable(path, 100)}"
+            fix = "do not use this router"
+            raise SkilltrainError("path-outside-folder", problem, where=folder, fix=fix)
 
 
 def _roots_of_skills(record: IndexRecord, sources: Sequence[Path]) -> list[Path | None]:
@@ -524,6 +562,18 @@ def storing_rankers(system: SystemConfig) -> dict[str, RankerConfig]:
         ranker.key: ranker for ranker in flatten_rankers(system.rankers) if ranker.stored_part
     }
     return {f"part-{number}": ranker for number, ranker in enumerate(rankers.values(), 1)}
+
+
+def _paths_in(rankers: list[dict[str, Any]], keys: Sequence[str]) -> list[str]:
+    """Return the paths that settings of rankers hold under some keys."""
+    paths: list[str] = []
+
+    def collect(path: str) -> str:
+        paths.append(path)
+        return path
+
+    _change_paths(rankers, collect, keys)
+    return paths
 
 
 def _change_paths(

@@ -225,9 +225,10 @@ class Router:
     def identity(self) -> str:
         """Hash of the rankers and of their models. It does not change with the skills."""
         pool = self._current
-        models = pool.index.record.models if pool.index else {}
-        content = f"{pool.state.system.model_dump_json()} {models}"
-        return hashlib.sha256(content.encode()).hexdigest()[:12]
+        if pool.index:
+            return pool.index.record.identity
+        # A router without a folder has no record, and no fingerprints of its models.
+        return hashlib.sha256(pool.state.system.model_dump_json().encode()).hexdigest()[:12]
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """Return the flags of the safety screening for a skill: the first of each rule."""
