@@ -9,6 +9,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+from skilltrain.config import load_recipe
+
+RECIPES = Path(__file__).parents[1] / "recipes"
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 
@@ -58,3 +61,17 @@ def test_every_input_has_hash_and_source():
         assert group["again"]
         for entry in group["files"].values():
             assert re.fullmatch("[0-9a-f]{64}", entry["sha256"])
+
+
+def test_every_gpu_evaluation_has_planned_hours():
+    results = (BENCHMARKS / "results" / "planned_evaluations.md").read_text(encoding="utf-8")
+    # GTE, NV-Embed and the other models of table_4_served run in servers.
+    gpu_evaluations = [
+        path.relative_to(RECIPES).with_suffix("").as_posix()
+        for path in [RECIPES / "skillflow.yaml", *sorted((RECIPES / "paper").glob("*.yaml"))]
+        if load_recipe(path)["stage"] == "evaluate" and path.stem != "table_4_served"
+    ]
+
+    planned = re.findall(r"^\| `(.+?)` \|", results, re.MULTILINE)
+
+    assert sorted(planned) == sorted(gpu_evaluations)
