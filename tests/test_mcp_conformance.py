@@ -1,7 +1,9 @@
 """The HTTP server under the MCP conformance suite, and under clients of the Skills extension."""
 
 import asyncio
+import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -57,7 +59,8 @@ def server(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.skipif(
-    not SUITE.exists(), reason="needs the suite: npm install --prefix tests/mcp_conformance"
+    not (NODE.exists() and SUITE.exists()),
+    reason="needs the suite, which `make test` installs with npm",
 )
 @pytest.mark.parametrize(
     "scenarios", [("--suite", "all"), ("--requirements", "2025-11-25")], ids=["all", "2025-11-25"]
@@ -70,6 +73,31 @@ def test_applicable_scenarios_pass(server, scenarios, tmp_path):
 
     assert outcome.returncode == 0, outcome.stdout
     assert "✓ sep-2640-skills-enumeration" in outcome.stdout or "2025-11-25" in scenarios
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="needs make")
+@pytest.mark.parametrize(
+    ("exit_code", "is_installed", "message"),
+    [(0, True, ""), (1, False, "npm failed, so the MCP conformance test is skipped\n")],
+)
+def test_make_installs_suite_with_npm(tmp_path, exit_code, is_installed, message):
+    folder = tmp_path / "tests" / "mcp_conformance"
+    (folder / "node_modules").mkdir(parents=True)
+    shutil.copy(FOLDER / "package.json", folder)
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    (tmp_path / "npm").write_text(f"#!/bin/sh\nexit {exit_code}\n")
+    (tmp_path / "npm").chmod(0o755)
+
+    outcome = subprocess.run(
+        ["make", "tests/mcp_conformance/node_modules/installed"],
+        cwd=tmp_path,
+        env=os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+    )
+
+    assert (outcome.returncode, outcome.stderr) == (0, message)
+    assert (folder / "node_modules" / "installed").exists() == is_installed
 
 
 def test_page_lists_what_does_not_apply():

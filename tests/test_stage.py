@@ -13,7 +13,14 @@ import typer
 
 from skilltrain.cli import app
 from skilltrain.errors import SkilltrainError
-from skilltrain.stage import STAGES, command_of, copy_recipe, load_stage, parse_recipe
+from skilltrain.stage import (
+    SHIPPED_RECIPES,
+    STAGES,
+    command_of,
+    copy_recipe,
+    load_stage,
+    parse_recipe,
+)
 from small_library import skilltrain, succeeds
 
 ROOT = Path(__file__).parents[1]
@@ -204,3 +211,12 @@ def test_path_of_base_may_be_quoted(monkeypatch, tmp_path: Path):
     copies = copy_recipe("mine", tmp_path / "copies")
 
     assert [copy.name for copy in copies] == ["mine.yaml", "base file.yaml"]
+
+
+def test_every_shipped_recipe_is_copied(tmp_path: Path):
+    """The base of each recipe is in the folder of recipes, too. Otherwise the copy fails."""
+    recipes = [file.relative_to(SHIPPED_RECIPES) for file in SHIPPED_RECIPES.rglob("*.yaml")]
+
+    for recipe in recipes:
+        copies = copy_recipe(str(recipe), tmp_path)
+        assert copies[0] == tmp_path / recipe

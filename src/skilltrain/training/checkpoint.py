@@ -21,7 +21,6 @@ from accelerate.utils import DistributedType
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import AdamW
 
@@ -328,6 +327,9 @@ def _gather_weights(accelerator: Accelerator, model: nn.Module) -> dict[str, Ten
         Weights by name, on the CPU. A tied weight has one name. Other ranks return no weights.
     """
     if accelerator.distributed_type == DistributedType.FSDP:
+        # Only FSDP2 needs this module, and importing it takes a third of a second.
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
         options = StateDictOptions(
             full_state_dict=True, cpu_offload=True, ignore_frozen_params=True
         )
