@@ -7,7 +7,7 @@ from faults import raises
 from skilltrain.losses import InfoNCE
 from skilltrain.models.activations import layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter
-from skilltrain.training import loop, memory
+from skilltrain.training import estimates, loop, memory
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import GIB, Run, Training, train
 from skilltrain.training.memory import (
@@ -212,6 +212,24 @@ def test_probe_keeps_gradients_as_a_step_does(step, tmp_path, accumulation, has_
     new_training(step, tmp_path, accumulation=accumulation).probe_memory(step.data.lists[:4])
 
     assert seen == has_gradients
+
+
+def test_probe_starts_with_the_first_batches(step, monkeypatch):
+    batches = [step.data.lists[:2], step.data.lists[2:4], step.data.lists[4:6]]
+    num_tokens = [sum(step.padded_tokens(batch)) for batch in batches]
+    monkeypatch.setattr(estimates, "_NUM_PROBED_TOKENS", sum(num_tokens[:2]))
+
+    assert estimates.batches_to_probe(step, batches) == batches[:2]
+
+
+def test_memory_is_returned_within_a_step(step, tmp_path, monkeypatch):
+    numbers = []
+    monkeypatch.setattr(loop, "return_free_memory", lambda number, device: numbers.append(number))
+    config = TrainingConfig(batch_size=1, accumulation=6, precision="float32")
+
+    train(new_accelerator(config, False), step, config, Run(tmp_path, False, {}))
+
+    assert numbers[:6] == [0, 1, 2, 3, 4, 5]
 
 
 def test_resumed_run_keeps_its_token_budget(step, tmp_path):

@@ -48,7 +48,7 @@ Batch = Sequence[TrainingList]
 _MAX_QUERIES_IN_ERROR = 8
 _STEPS_PER_CHECKPOINT = 50
 _SECONDS_PER_CHECKPOINT = 60  # on a CPU, where a step takes seconds
-_STEPS_PER_TRIM = 3  # a call of malloc_trim takes time, so not in every step
+_BATCHES_PER_TRIM = 3  # a call of malloc_trim takes time, so not after every batch
 
 
 @dataclass(frozen=True)
@@ -322,7 +322,6 @@ class Training:
                 metrics = {"epoch": position.step / steps_per_epoch, **metrics}
                 log.write(position.step, metrics)
                 show(position.step, note_of(metrics))
-                return_free_memory(position.step, self.accelerator.device)
 
                 # Evaluate and save.
                 is_last = position.step == num_steps
@@ -433,7 +432,7 @@ class Training:
         syncs_every_batch = shards_state()
 
         scaled_sum = torch.zeros((), device=accelerator.device)
-        for batch in batches:
+        for number, batch in enumerate(batches):
             is_last = batch is batches[-1]
             # DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
             accelerator.sync_gradients = is_last
@@ -444,6 +443,8 @@ class Training:
                 _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
+            # A step of a reranker has many batches, so count batches and not steps.
+            return_free_memory(self.position.step * len(batches) + number, accelerator.device)
 
         # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
@@ -525,7 +526,7 @@ class Training:
         values = torch.as_tensor(values, device=self.accelerator.device)
         return cast(Tensor, self.accelerator.reduce(values, "sum"))
 
-    def probe_memory(self, batch: Batch) -> float:
+    def probe_memory(self, batch: Batch, earlier_batches: Sequence[Batch] = ()) -> float:
         """Run the largest batch forward and backward, so that a lack of memory shows at once.
 
         Weights and random states do not change, and the gradients are dropped. All ranks must call
@@ -533,6 +534,7 @@ class Training:
 
         Args:
             batch: The largest batch.
+            earlier_batches: Batches to run before, because a CPU's memory grows with new lengths.
 
         Returns:
             Seconds of one forward and backward pass.
@@ -545,6 +547,10 @@ class Training:
         # first. So the batch runs twice, and the second run is timed.
         rng_devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=rng_devices):
+            for number, earlier_batch in enumerate(earlier_batches):
+                self.accelerator.backward(self.model(earlier_batch))
+                self.optimizer.zero_grad(set_to_none=True)
+                return_free_memory(number, device)
             if self.config.accumulation > 1:
                 self.accelerator.backward(self.model(batch))
             start_time = time.monotonic()
@@ -642,13 +648,17 @@ def can_probe(accelerator: Accelerator) -> bool:
     return accelerator.device.type == "cuda" and not uses_deepspeed
 
 
-def return_free_memory(step: int, device: torch.device) -> None:
-    """Return the free memory of glibc's heap to the system, every few steps of a run on a CPU.
+def return_free_memory(batch_number: int, device: torch.device) -> None:
+    """Return the free memory of glibc's heap to the system, every few batches of a run on a CPU.
 
     Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
-    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
+    35 batches, only 0.6 GB of it for tensors, and its memory grew further.
+
+    Args:
+        batch_number: Number of the batch in the run, from 0. The function acts on every third.
+        device: Device of the run. On a GPU, nothing is done.
     """
-    is_due = device.type == "cpu" and step % _STEPS_PER_TRIM == 0
+    is_due = device.type == "cpu" and batch_number % _BATCHES_PER_TRIM == 0
     if is_due and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 

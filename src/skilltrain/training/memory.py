@@ -45,8 +45,8 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
         SkilltrainError: The available memory is too small for every choice.
     """
     # Return the memory of the stages that this process ran before. The function acts every few
-    # steps, beginning with step 0.
-    return_free_memory(step=0, device=device)
+    # batches, beginning with batch 0.
+    return_free_memory(batch_number=0, device=device)
 
     # Compute the memory that is left for the activations of the largest batch.
     batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
