@@ -214,12 +214,17 @@ def test_probe_keeps_gradients_as_a_step_does(step, tmp_path, accumulation, has_
     assert seen == has_gradients
 
 
-def test_probe_starts_with_the_first_batches(step, monkeypatch):
-    batches = [step.data.lists[:2], step.data.lists[2:4], step.data.lists[4:6]]
-    num_tokens = [sum(step.padded_tokens(batch)) for batch in batches]
-    monkeypatch.setattr(estimates, "_NUM_PROBED_TOKENS", sum(num_tokens[:2]))
+def test_dry_run_probes_earlier_batches_too(step, tmp_path, monkeypatch):
+    config = TrainingConfig(batch_size=2, accumulation=1, precision="float32")
+    training = Training(new_accelerator(config, False), step, config, Run(tmp_path, False, {}))
+    probed = []
+    monkeypatch.setattr(Training, "probe_memory", lambda self, *args: probed.append(args) or 1.0)
 
-    assert estimates.batches_to_probe(step, batches) == batches[:2]
+    estimates.measure_run(training)
+
+    largest, earlier_batches = probed[0]
+    assert len(earlier_batches) > 1
+    assert largest in earlier_batches
 
 
 def test_memory_is_returned_within_a_step(step, tmp_path, monkeypatch):

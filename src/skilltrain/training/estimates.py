@@ -1,18 +1,17 @@
 """Counts what a training run reads, and measures its memory and time for `--dry-run`."""
 
-from collections.abc import Sequence
 from itertools import chain
 from statistics import fmean
 from typing import Any
 
 from skilltrain.terminal import launched_ranks
-from skilltrain.training.loop import Batch, Training, largest_batch, step_batches
+from skilltrain.training.loop import Training, largest_batch, step_batches
 from skilltrain.training.memory import peak_bytes
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import EncoderStep, StepModule
 
 _HEAP_GROWTH = 1.1  # on a CPU the heap fragments during a run: 8 to 20% with MiniLM
-_NUM_PROBED_TOKENS = 100_000  # with padding, on a CPU, before the largest batch
+_NUM_EARLIER_BATCHES = 48  # run on a CPU before the largest batch
 _NUM_SAMPLED_BATCHES = 100  # their padding is computed, and taken for that of all batches
 
 
@@ -65,7 +64,7 @@ def measure_run(training: Training) -> dict[str, float]:
     device = training.accelerator.device
     # On a CPU, oneDNN keeps a kernel for each length of its inputs, and the heap fragments. Both
     # need several batches to show, above all for rerankers, which have no padding.
-    earlier_batches = batches_to_probe(step, batches) if device.type == "cpu" else []
+    earlier_batches = batches[:_NUM_EARLIER_BATCHES] if device.type == "cpu" else []
     # The probe also sets the peak memory that is read below.
     seconds = training.probe_memory(largest, earlier_batches)
 
@@ -82,18 +81,6 @@ def measure_run(training: Training) -> dict[str, float]:
     heap_growth = _HEAP_GROWTH if device.type == "cpu" else 1
     memory_mib = peak_bytes(device) * heap_growth / 2**20
     return {"memory_mib": round(memory_mib, 1), "hours": float(f"{hours:.2g}")}
-
-
-def batches_to_probe(step: StepModule, batches: Sequence[Batch]) -> list[Batch]:
-    """Return the first batches of a run, up to 100,000 tokens in all, and at least one batch."""
-    chosen: list[Batch] = []
-    num_tokens = 0
-    for batch in batches:
-        num_tokens += sum(step.padded_tokens(batch))
-        if chosen and num_tokens > _NUM_PROBED_TOKENS:
-            break
-        chosen.append(batch)
-    return chosen
 
 
 def counts_of(step: StepModule) -> dict[str, int]:

@@ -48,6 +48,7 @@ Batch = Sequence[TrainingList]
 _MAX_QUERIES_IN_ERROR = 8
 _STEPS_PER_CHECKPOINT = 50
 _SECONDS_PER_CHECKPOINT = 60  # on a CPU, where a step takes seconds
+_MAX_SECONDS_EARLIER = 10  # for the batches before the largest, in a probe
 _BATCHES_PER_TRIM = 3  # a call of malloc_trim takes time, so not after every batch
 
 
@@ -534,7 +535,8 @@ class Training:
 
         Args:
             batch: The largest batch.
-            earlier_batches: Batches to run before, because a CPU's memory grows with new lengths.
+            earlier_batches: Batches to run before for up to ten seconds, because a CPU's memory
+                grows with new lengths.
 
         Returns:
             Seconds of one forward and backward pass.
@@ -547,7 +549,10 @@ class Training:
         # first. So the batch runs twice, and the second run is timed.
         rng_devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=rng_devices):
+            deadline = time.monotonic() + _MAX_SECONDS_EARLIER
             for number, earlier_batch in enumerate(earlier_batches):
+                if time.monotonic() > deadline:
+                    break
                 self.accelerator.backward(self.model(earlier_batch))
                 self.optimizer.zero_grad(set_to_none=True)
                 return_free_memory(number, device)
