@@ -208,6 +208,25 @@ def test_packed_row_holds_every_token_once(texts):
         assert packed.position_ids[0, continuation].tolist() == [*range(shared, len(text))]
 
 
+def test_continuations_are_gathered_by_index_select():
+    bucket = shared_prompt.Bucket.from_lengths([3, 2], start=4, num_prompt=4, device=CPU)
+    row = torch.randn(1, 2, 9, 8, requires_grad=True)
+
+    joined = bucket.join_row(bucket.split_row(row))
+    joined.sum().backward()
+
+    # IndexBackward0 would sort the positions, which is slow on a GPU.
+    names, functions = set(), [joined.grad_fn]
+    while functions:
+        function = functions.pop()
+        names.add(function.name())
+        functions += [parent for parent, _ in function.next_functions if parent]
+    assert "IndexSelectBackward0" in names
+    assert "IndexBackward0" not in names
+    torch.testing.assert_close(joined, row[0][:, 4:])
+    torch.testing.assert_close(row.grad[0, :, 4:], torch.ones(2, 5, 8))
+
+
 @given(texts)
 def test_varlen_row_holds_whole_texts(texts):
     packed = shared_prompt.VarlenTexts(texts, CPU)

@@ -80,14 +80,17 @@ class Bucket:
         self, row: Float[Tensor, "1 head row_token dim"]
     ) -> Float[Tensor, "text head token dim"]:
         """Return the vectors of each continuation, padded."""
-        return row[0][:, self.tokens].transpose(0, 1)
+        # The gradient of `index_select` is added in place. That of an index in brackets is sorted
+        # by position first, which is slow on a GPU.
+        padded_row = row[0].index_select(1, self.tokens.flatten())  # [head, text * token, dim]
+        return padded_row.unflatten(1, self.tokens.shape).transpose(0, 1)
 
     def join_row(
         self, continuations: Float[Tensor, "text head token dim"]
     ) -> Float[Tensor, "head index dim"]:
         """Join the vectors of all continuations to a row, without padding."""
         padded_row = continuations.transpose(0, 1).flatten(1, 2)  # [head, text * token, dim]
-        return padded_row[:, self.real_tokens]
+        return padded_row.index_select(1, self.real_tokens)
 
 
 class PackedTexts:
