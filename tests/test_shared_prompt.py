@@ -216,14 +216,17 @@ def test_continuations_are_gathered_by_index_select():
     joined.sum().backward()
 
     # IndexBackward0 would sort the positions, which is slow on a GPU.
-    names, functions = set(), [joined.grad_fn]
+    names: set[str] = set()
+    functions = [joined.grad_fn]
     while functions:
         function = functions.pop()
-        names.add(function.name())
-        functions += [parent for parent, _ in function.next_functions if parent]
+        if function is not None:
+            names.add(function.name())
+            functions += [parent for parent, _ in function.next_functions]
     assert "IndexSelectBackward0" in names
     assert "IndexBackward0" not in names
     torch.testing.assert_close(joined, row[0][:, 4:])
+    assert row.grad is not None
     torch.testing.assert_close(row.grad[0, :, 4:], torch.ones(2, 5, 8))
 
 
