@@ -124,7 +124,8 @@ def skill_tokens(ranker: dict[str, Any], default_chars: int) -> int:
             body_chars = 0
     if ranker.get("fields") == "nd":
         body_chars = 0
-    # R3's texts are not cut by characters. As in planned_memory.py, each has the limit in tokens.
+    # A length that is not listed counts as the model's limit in tokens, as in planned_memory.py.
+    # R3's texts, for example, are not cut by characters.
     limit = ranker.get("max_tokens", 512 if "large" in ranker["source"] else 4096)
     return min(TOKENS_BY_BODY_CHARS.get(body_chars, limit), limit)
 

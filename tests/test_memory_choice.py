@@ -227,6 +227,19 @@ def test_dry_run_probes_earlier_batches_too(step, tmp_path, monkeypatch):
     assert largest in earlier_batches
 
 
+def test_probe_stops_when_another_rank_does(step, tmp_path, monkeypatch):
+    config = TrainingConfig(batch_size=2, accumulation=1, precision="float32")
+    training = Training(new_accelerator(config, False), step, config, Run(tmp_path, False, {}))
+    batches = [step.data.lists[:2], step.data.lists[2:4]]
+    probed = []
+    training.model.register_forward_pre_hook(lambda _, inputs: probed.append(inputs[0]))
+    monkeypatch.setattr(Training, "_sum_over_ranks", lambda self, values: torch.ones(1))
+
+    training.probe_memory(batches[1], earlier_batches=batches)
+
+    assert probed == [batches[1]]
+
+
 def test_memory_is_returned_within_a_step(step, tmp_path, monkeypatch):
     numbers = []
     monkeypatch.setattr(loop, "return_free_memory", lambda number, device: numbers.append(number))

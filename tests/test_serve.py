@@ -659,7 +659,7 @@ def test_the_log_joins_a_load_with_its_request(tmp_path):
 
     (request,) = read_requests(tmp_path)
     assert (request.text, request.loaded) == ("merge pdf files", {PDF.skill_id})
-    assert request.shown[0] == PDF.skill_id
+    assert request.shown_ids[0] == PDF.skill_id
 
 
 def test_http_clients_have_sessions_of_their_own(tmp_path):

@@ -206,7 +206,7 @@ class LoggedRequest:
         where: File and line of the answer.
         session: Hash of the client's session.
         time: Unix time of the answer in seconds.
-        shown: Ids of the skills that the client got, in order.
+        shown_ids: Ids of the skills that the client got, in order.
         loaded: Ids of the skills that the client then loaded.
     """
 
@@ -214,7 +214,7 @@ class LoggedRequest:
     where: str
     session: str
     time: float
-    shown: list[str]
+    shown_ids: list[str]
     loaded: set[str] = field(default_factory=set)
 
     @property
@@ -223,8 +223,8 @@ class LoggedRequest:
 
         What stands below the last loaded skill may never have been read, so it is left out.
         """
-        last_rank = max((self.shown.index(skill_id) for skill_id in self.loaded), default=0)
-        return [skill_id for skill_id in self.shown[:last_rank] if skill_id not in self.loaded]
+        last_rank = max((self.shown_ids.index(skill_id) for skill_id in self.loaded), default=0)
+        return [skill_id for skill_id in self.shown_ids[:last_rank] if skill_id not in self.loaded]
 
 
 def read_requests(folder: Path) -> list[LoggedRequest]:
@@ -251,10 +251,14 @@ def read_requests(folder: Path) -> list[LoggedRequest]:
             _add_load(event, requests)
         else:
             text = one_line(event.query)
-            shown = [*event.skills]  # ids in order of rank
+            shown_ids = [*event.skills]  # ids in order of rank
             requests.append(
                 LoggedRequest(
-                    text=text, where=where, session=event.session, time=event.time, shown=shown
+                    text=text,
+                    where=where,
+                    session=event.session,
+                    time=event.time,
+                    shown_ids=shown_ids,
                 )
             )
     return list(chain.from_iterable(requests_by_session.values()))
@@ -282,7 +286,7 @@ def _add_load(load: _Event, requests: Sequence[LoggedRequest]) -> None:
         requests: Earlier requests of its session, in order of time.
     """
     for request in reversed(requests):
-        if load.loaded in request.shown and load.time - request.time <= _MAX_SECONDS:
+        if load.loaded in request.shown_ids and load.time - request.time <= _MAX_SECONDS:
             request.loaded.add(load.loaded)
             return
 

@@ -63,7 +63,7 @@ MODEL = RepositoryKind("model", "model", CHECKPOINT_FILE)
 
 @dataclass(frozen=True)
 class PushOptions:
-    """How a push writes to a repository.
+    """Settings of a push to a repository.
 
     Attributes:
         public: Whether everybody may see the repository.

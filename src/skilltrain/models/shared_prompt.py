@@ -80,8 +80,8 @@ class Bucket:
         self, row: Float[Tensor, "1 head row_token dim"]
     ) -> Float[Tensor, "text head token dim"]:
         """Return the vectors of each continuation, padded."""
-        # The gradient of `index_select` is added in place. That of an index in brackets is sorted
-        # by position first, which is slow on a GPU.
+        # `row[0][:, self.tokens]` is the same, but its backward pass sorts the positions first.
+        # Sorting is slow on a GPU.
         padded_row = row[0].index_select(1, self.tokens.flatten())  # [head, text * token, dim]
         return padded_row.unflatten(1, self.tokens.shape).transpose(0, 1)
 

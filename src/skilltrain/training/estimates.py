@@ -63,7 +63,8 @@ def measure_run(training: Training) -> dict[str, float]:
     largest = largest_batch(step, batches)
     device = training.accelerator.device
     # On a CPU, oneDNN keeps a kernel for each length of its inputs, and the heap fragments. Both
-    # need several batches to show, above all for rerankers, which have no padding.
+    # need several batches to show, above all for rerankers: their inputs are not padded, so they
+    # have many lengths.
     earlier_batches = batches[:_NUM_EARLIER_BATCHES] if device.type == "cpu" else []
     # The probe also sets the peak memory that is read below.
     seconds = training.probe_memory(largest, earlier_batches)

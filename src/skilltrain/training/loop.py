@@ -346,14 +346,14 @@ class Training:
                     )
 
     def _is_checkpoint_due(self) -> bool:
-        """Whether it is time for a checkpoint: after so many steps, or on a CPU after a minute."""
+        """Return whether a checkpoint is due: after so many steps, or on a CPU after a minute."""
         save_every = self.config.save_every
         if save_every is None and self.accelerator.device.type == "cpu":
             return self.position.seconds - self.seconds_at_checkpoint >= _SECONDS_PER_CHECKPOINT
         return self.position.step % (save_every or _STEPS_PER_CHECKPOINT) == 0
 
     def _is_patience_exhausted(self) -> bool:
-        """Whether the last evaluations, as many as `patience`, were not better than the best."""
+        """Return whether the last `patience` evaluations were no better than the best one."""
         dev = self.run.dev
         if dev is None or dev.config.patience is None:
             return False
@@ -428,8 +428,8 @@ class Training:
         # The launcher divides the gradients by num_processes, so they are multiplied by it first.
         loss_scale = accelerator.num_processes / num_queries
 
-        # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Otherwise each
-        # rank would have to hold the whole gradient until the last batch.
+        # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Without
+        # this exchange, each rank would hold the whole gradient until the last batch.
         syncs_every_batch = shards_state()
 
         scaled_sum = torch.zeros((), device=accelerator.device)
@@ -444,7 +444,7 @@ class Training:
                 _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
-            # A step of a reranker has many batches, so count batches and not steps.
+            # A step of a reranker has many batches, so once every few steps would be too rare.
             return_free_memory(self.position.step * len(batches) + number, accelerator.device)
 
         # The launcher divides gradients only. The loss must be divided here.
@@ -535,8 +535,8 @@ class Training:
 
         Args:
             batch: The largest batch.
-            earlier_batches: Batches to run before for up to ten seconds, because a CPU's memory
-                grows with new lengths.
+            earlier_batches: Batches to run first, for up to ten seconds. On a CPU each new length
+                of the texts takes more memory.
 
         Returns:
             Seconds of one forward and backward pass.
@@ -545,17 +545,18 @@ class Training:
         # The tensors in `moments` occupy the memory that the optimiser will need.
         moments = self._placeholder_moments()
 
-        # If a step has several batches, its later ones need memory beside the gradients of the
-        # first. So the batch runs twice, and the second run is timed.
         rng_devices = [device] if device.type == "cuda" else []
         with torch.random.fork_rng(devices=rng_devices):
             deadline = time.monotonic() + _MAX_SECONDS_EARLIER
             for number, earlier_batch in enumerate(earlier_batches):
-                if time.monotonic() > deadline:
+                # All ranks stop at the same batch, because the backward pass waits for every rank.
+                if self._sum_over_ranks([float(time.monotonic() > deadline)]).any():
                     break
                 self.accelerator.backward(self.model(earlier_batch))
                 self.optimizer.zero_grad(set_to_none=True)
                 return_free_memory(number, device)
+            # If a step has several batches, the later ones run while the gradients of the first are
+            # held. So the largest batch runs twice, and its second run is timed.
             if self.config.accumulation > 1:
                 self.accelerator.backward(self.model(batch))
             start_time = time.monotonic()
@@ -657,7 +658,7 @@ def return_free_memory(batch_number: int, device: torch.device) -> None:
     """Return the free memory of glibc's heap to the system, every few batches of a run on a CPU.
 
     Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
-    35 batches, only 0.6 GB of it for tensors, and its memory grew further.
+    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
 
     Args:
         batch_number: Number of the batch in the run, from 0. The function acts on every third.
