@@ -20,6 +20,7 @@ from benchmark_folders import write_ours, write_pool
 from skilltrain.data.filter_layers import PAIR, FilterPool
 from skilltrain.data.sources import Mining
 from skilltrain.losses import EncoderLoss
+from skilltrain.metrics.measures import Relevance
 from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.nearest import ChunkVectors
@@ -151,15 +152,21 @@ def test_ranker_passes_its_check(acme):
     headline = plugin("ranker")
 
     ranker = headline().over({skill.skill_id: skill for skill in SKILLS})
-    checks.check_ranker(ranker, [Query("q1", "read a pdf", "", "", "")], SKILLS)
+    queries = [Query("q1", "read a pdf", "", "", "")]
+    checks.check_ranker(ranker, queries, SKILLS)
+
+    assert ranker.rank(queries, None, 1)["q1"][0][0] == "gold"
 
 
 def test_layer_passes_its_check(acme):
     pairs = np.zeros(3, dtype=PAIR)
     pairs["skill"] = [1, 2, 3]
     pool = FilterPool(SKILLS, pairs, ["random"] * 3, ["q"], None, None, WorkersConfig(num=1))
+    contains = plugin("filter")()
 
-    checks.check_filter(plugin("filter")(), pool)
+    checks.check_filter(contains, pool)
+
+    np.testing.assert_array_equal(contains.check(pool, pairs), [1, np.nan, np.nan])
 
 
 def test_source_passes_its_check(acme):
@@ -167,19 +174,31 @@ def test_source_passes_its_check(acme):
     query = Query("q1", "read a pdf", "", "", "")
     chunks = ChunkVectors.one_each(vectors)
     mining = Mining(SKILLS, [query], [np.array([0])], vectors[:1], chunks, 3, "pool", seed=0)
+    longest = plugin("source")()
 
-    checks.check_source(plugin("source")(), mining, limit=2)
+    checks.check_source(longest, mining, limit=2)
+
+    positions, _ = longest.find(mining, 0, 2)
+    assert [SKILLS[position].skill_id for position in positions] == ["copy", "near"]
 
 
 def test_measure_passes_its_check(acme):
-    plugin("measure")
+    half = plugin("measure")
 
     checks.check_measure("Half@3")
     checks.check_measure("acme.measures:half@3")
 
+    relevance = Relevance(frozenset("abc"), dict.fromkeys("abc", 1.0))
+    assert [half(ranking, relevance, 3) for ranking in ("a", "ab", "xab", "xyab")] == [0, 1, 1, 0]
+
 
 def test_reader_passes_its_check(acme, library):
-    checks.check_benchmark(plugin("benchmark"), library / "bench")
+    reader = plugin("benchmark")
+
+    checks.check_benchmark(reader, library / "bench")
+
+    tasks = reader.read(library / "bench", "test").tasks
+    assert [task.query.text for task in tasks] == ["read a pdf", "commit"]
 
 
 def test_stage_passes_its_check(acme, library, tmp_path):
@@ -188,6 +207,8 @@ def test_stage_passes_its_check(acme, library, tmp_path):
     (tmp_path / "twice").mkdir()
 
     checks.check_stage(config.run, tmp_path / "twice")
+
+    assert (tmp_path / "twice" / "1" / "words.txt").read_text() == "25\n"
 
 
 # Use by name --------------------------------------------------------------------------------------

@@ -303,7 +303,12 @@ def test_invalid_dev_settings_are_refused(stage, changes, message):
 def test_dev_settings_of_reranker_are_valid():
     dev = {"benchmark": "b", "metric": "nDCG@20", "rankers": RERANK}
 
-    validate(TrainReranker, {"stage": "train_reranker", **COMMON, "dev": dev}, "recipe.yaml")
+    recipe = {"stage": "train_reranker", **COMMON, "dev": dev}
+    config = validate(TrainReranker, recipe, "recipe.yaml")
+
+    assert config.dev is not None
+    assert config.dev.metric == "nDCG@20"
+    assert [ranker.kind for ranker in config.dev.rankers] == ["lexical", "rerank"]
 
 
 # Equal skills -------------------------------------------------------------------------------------

@@ -309,8 +309,13 @@ def test_file_is_written_on_windows(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("limits_of_windows")
-def test_folder_sync_is_skipped_on_windows(tmp_path: Path):
+def test_folder_sync_is_skipped_on_windows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    synced: list[int] = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+
     sync(tmp_path)
+
+    assert synced == []
 
 
 def test_empty_folder_is_removed_before_rename(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

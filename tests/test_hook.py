@@ -189,11 +189,14 @@ def test_open_stdin_does_not_block():
         assert process.wait(120) == 0
 
 
-def test_it_exits_with_0_at_any_time_limit():
+def test_it_prints_all_or_nothing_at_any_time_limit():
     """The limit ends each part of the work in turn, from reading to the end after printing."""
     with server(json.dumps(ANSWER).encode()) as (address, _):
-        for number in range(40):
-            hook(address, "join", seconds=0.002 * number)
+        complete = hook(address, "join")
+        printed = {hook(address, "join", seconds=0.002 * number) for number in range(40)}
+
+    assert "pdf-merge" in complete
+    assert printed <= {"", complete}
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ from skilltrain.workers import WorkersConfig
 
 LOSSES = [InfoNCE(), KL(), ListNet(), ListwiseCE(), MarginMSE(), PointwiseBCE(), RankNet()]
 MEASURES = [f"{name}@3" if has_cutoff(name) else name for name in BUILT_IN["measure"]]
-LAYERS = [NameLayer(), JaccardLayer(), RankWindowLayer(ranks={"semantic": (1, 2)})]
+LAYERS = [NameLayer(), JaccardLayer(above=0.3), RankWindowLayer(ranks={"semantic": (1, 2)})]
 SKILLS = [
     Skill(f"s{n}", f"skill {n % 5}", "", f"read the pdf page {n} of a file", category=f"c{n % 3}")
     for n in range(8)
@@ -133,16 +133,25 @@ def test_our_measures_pass_check(name: str):
 def test_our_layers_pass_check(layer: FilterLayer, pool: FilterPool):
     check_filter(layer, pool)
 
+    assert np.isfinite(layer.check(pool, pool.pairs)).any()
+
 
 @pytest.mark.parametrize("name", BUILT_IN["source"])
 def test_our_sources_pass_check(name: str, mining: Mining):
-    check_source(load_plugin("source", name)(), mining, limit=4)
+    source = load_plugin("source", name)()
+
+    check_source(source, mining, limit=4)
+
+    assert len(source.find(mining, 0, 4)[0]) > 0
 
 
 def test_our_ranker_passes_check():
     index = BM25Index([bm25_text(skill) for skill in SKILLS])
+    ranker = PoolRanker([skill.skill_id for skill in SKILLS], index)
 
-    check_ranker(PoolRanker([skill.skill_id for skill in SKILLS], index), QUERIES, SKILLS)
+    check_ranker(ranker, QUERIES, SKILLS)
+
+    assert {len(ranking) for ranking in ranker.rank(QUERIES, None, 3).values()} == {3}
 
 
 def test_our_tables_pass_check(tmp_path):
@@ -212,6 +221,15 @@ def test_layer_that_reads_other_pairs_fails(pool: FilterPool):
 def test_source_that_finds_positives_fails(mining: Mining):
     with pytest.raises(AssertionError, match="a candidate is a positive"):
         check_source(EagerSource(), mining, limit=4)
+
+
+def test_reader_that_mixes_splits_fails(tmp_path):
+    queries = [("q1", "one", "train"), ("q2", "two", "dev")]
+    write_ours(tmp_path, queries, {"q1": {"s1": "required"}, "q2": {"s2": "required"}})
+    mixing = TABLES._replace(read=lambda folder, split: TABLES.read(folder, None))
+
+    with pytest.raises(AssertionError, match="has other tasks"):
+        check_benchmark(mixing, tmp_path)
 
 
 def test_stage_with_changing_files_fails(tmp_path):
