@@ -3,15 +3,16 @@
 A fault ends with exit code 2 and one line on stderr, which begins with `error: ` and says where."""
 
 import contextlib
-import inspect
 import io
 import json
 import os
+import runpy
 import shlex
 import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pyarrow as pa
@@ -22,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
 
 from benchmark_folders import jsonl
+from processes import run_apart
 from skilltrain import __version__
 from skilltrain.cli import main
 from skilltrain.config import load_recipe
@@ -590,6 +592,13 @@ def signal_at(step, which):
     return lambda: setattr(TrainingLog, "write", write)
 
 
+def run_recipe_and_die(step: int, recipe: Path, out: Path) -> None:
+    """Do what `python RECIPE out=OUT` does, and die after `step` is logged."""
+    signal_at(step, signal.SIGKILL)
+    sys.argv = [str(recipe), f"out={out}"]
+    runpy.run_path(str(recipe), run_name="__main__")
+
+
 def logged_losses(out: Path) -> list[tuple[int, float]]:
     """Return the step and the loss of each row of a training log."""
     rows = map(json.loads, (out / "train_log.jsonl").read_text().splitlines())
@@ -608,14 +617,8 @@ def test_interrupted_run_resumes_bit_identically(runs, model_folders, tmp_path):
     succeeds("train", recipe, f"out={undisturbed}")
 
     # Killed after step 5.
-    code = f"""
-import os, runpy, sys
-from skilltrain.training.log import TrainingLog
-{inspect.getsource(signal_at)}
-signal_at(5, {int(signal.SIGKILL)})
-runpy.run_path(sys.argv.pop(1), run_name="__main__")"""
-    exit_code, _, _ = finished(program("python -c", code, recipe, f"out={out}"))
-    assert exit_code == -signal.SIGKILL
+    (killed,) = run_apart(partial(run_recipe_and_die, 5, recipe, out))
+    assert killed.code == -signal.SIGKILL
     assert (out / "checkpoints" / "step-4").is_dir()
     assert not (out / "config.json").exists()
 

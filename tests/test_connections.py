@@ -4,12 +4,12 @@ import http.client
 import json
 import logging
 import os
-import signal
 import socket
-import subprocess
 import sys
 import time
 from contextlib import ExitStack, contextmanager
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import pytest
@@ -21,6 +21,9 @@ import resource
 
 from starlette.requests import ClientDisconnect
 
+from processes import start_apart
+from skilltrain.cli import main
+from skilltrain.serving import connections as serving_connections
 from skilltrain.serving.connections import LineHandler
 from small_library import succeeds, write_library
 
@@ -43,7 +46,7 @@ def router(tmp_path_factory) -> Path:
 class Server:
     """A running `skilltrain serve --mcp http`."""
 
-    def __init__(self, process: subprocess.Popen, port: int, errors: Path) -> None:
+    def __init__(self, process: ForkServerProcess, port: int, errors: Path) -> None:
         self.process = process
         self.port = port
         self.errors = errors
@@ -67,8 +70,7 @@ class Server:
     def wait_for_health(self) -> None:
         deadline = time.monotonic() + 240
         while self.health() != 200:
-            is_running = self.process.poll() is None
-            assert is_running and time.monotonic() < deadline, self.errors.read_text()
+            assert self.process.is_alive() and time.monotonic() < deadline, self.errors.read_text()
             time.sleep(0.1)
 
     def log(self) -> str:
@@ -77,10 +79,18 @@ class Server:
         assert [line.split()[0] for line in lines[:2]] == ["serving", "connect:"]
         return "".join(lines[2:])
 
-    def stop(self) -> tuple[int, str]:
+    def stop(self) -> tuple[int | None, str]:
         """Send SIGTERM; return the exit code and `log()`."""
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(120), self.log()
+        self.process.terminate()
+        self.process.join(120)
+        return self.process.exitcode, self.log()
+
+
+def serve(seconds: int, arguments: list[str]) -> None:
+    """Serve a router in this process, which may open 1,024 descriptors."""
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024))
+    serving_connections._MAX_WAITING_SECONDS = seconds
+    main(["serve", *arguments])
 
 
 @contextmanager
@@ -88,26 +98,15 @@ def running(router: Path, folder: Path, *options: str, seconds: int = 20):
     """Start a server that drops clients after `seconds` and may open 1,024 descriptors."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    code = (
-        "import sys; from skilltrain.serving import connections; from skilltrain.cli import main; "
-        f"connections._MAX_WAITING_SECONDS = {seconds}; main(sys.argv[1:])"
-    )
-    arguments = ["serve", str(router), "--mcp", "http", "--port", str(port), *options]
-    errors = folder / "stderr"
-    with (
-        errors.open("wb") as file,
-        subprocess.Popen(
-            [sys.executable, "-c", code, *arguments],
-            stderr=file,
-            preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (1024, 1024)),
-        ) as process,
-    ):
-        try:
-            server = Server(process, port, errors)
-            server.wait_for_health()
-            yield server
-        finally:
-            process.kill()
+    arguments = [str(router), "--mcp", "http", "--port", str(port), *options]
+    process = start_apart(partial(serve, seconds, arguments), folder / "output", {})
+    try:
+        server = Server(process, port, folder / "output" / "err")
+        server.wait_for_health()
+        yield server
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +152,7 @@ def test_it_survives_lack_of_descriptors(router, tmp_path):
             for _ in range(30):
                 connections.enter_context(server.connect())
             while "accept() out of system resource" not in server.errors.read_text():
-                assert server.process.poll() is None
+                assert server.process.is_alive()
                 time.sleep(0.1)
 
         server.wait_for_health()
@@ -256,11 +255,15 @@ def test_a_disconnect_is_not_logged(logger, capsys):
     assert capsys.readouterr().err == ""
 
 
-def test_the_log_handler_never_raises(logger, monkeypatch):
+def test_the_log_handler_never_raises(logger, monkeypatch, capsys):
     logger.error("%d", "no number")
     with open(os.devnull) as closed:  # noqa: PTH123
         pass
     monkeypatch.setattr(sys, "stderr", closed)
 
-    logger.error("first")
+    logger.error("lost")
+    monkeypatch.undo()
     logger.error("second", exc_info=ValueError("without a traceback"))
+
+    *_, line = capsys.readouterr().err.splitlines()
+    assert line == "second: ValueError: without a traceback"

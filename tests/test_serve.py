@@ -36,6 +36,8 @@ from mcp_types import (
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
+from processes import start_apart
+from skilltrain.cli import main
 from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening.bundled import MAX_BYTES
 from skilltrain.data.use_log import UseLog, read_requests
@@ -1086,13 +1088,15 @@ def http_server(library, monkeypatch):
     log = router.parent / "log"
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-    options = ("--mcp", "http", "--port", port, "--watch", skills, "--log", log)
-    with subprocess.Popen(serve_command(router, *options)) as process:
-        try:
-            wait_until(lambda: get_json(port, "GET", "/health") or process.poll() is not None)
-            yield SimpleNamespace(process=process, port=port, skills=skills, log=log)
-        finally:
-            process.kill()
+    arguments = ["serve", router, "--mcp", "http", "--port", port, "--watch", skills, "--log", log]
+    call = functools.partial(main, [str(argument) for argument in arguments])
+    process = start_apart(call, router.parent / "output", {})
+    try:
+        wait_until(lambda: get_json(port, "GET", "/health") or not process.is_alive())
+        yield SimpleNamespace(process=process, port=port, skills=skills, log=log)
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.slow
@@ -1124,7 +1128,7 @@ def test_a_killed_server_loses_no_answer(http_server):
     route_first(http_server.port, PDF_QUERY)
 
     http_server.process.kill()
-    http_server.process.wait(240)
+    http_server.process.join()
 
     assert [request.text for request in read_requests(http_server.log)] == [PDF_QUERY]
 

@@ -3,11 +3,11 @@
 import os
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from dataclasses import replace
+from functools import partial
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,8 @@ import pytest
 from benchmark_folders import write_pool
 from faults import raises
 from llm_server import KEY, LLMServer, Reply, assert_no_key, chat
+from processes import start_apart
+from skilltrain.cli import main
 from skilltrain.config import validate
 from skilltrain.data.sampling import largest_remainder, sample_skills
 from skilltrain.data.synthesize import (
@@ -621,27 +623,19 @@ def synthesize_command(server: LLMServer, folder: Path, *settings: str) -> list[
     ]
 
 
-def start_synthesize(server: LLMServer, folder: Path, *settings: str) -> subprocess.Popen[bytes]:
+def start_synthesize(server: LLMServer, folder: Path, *settings: str) -> ForkServerProcess:
     """Start `skilltrain synthesize` in a process that hears Ctrl-C, with stderr in a file."""
     command = synthesize_command(server, folder, *settings)
-    with (folder / "stderr").open("wb") as stderr:
-        return subprocess.Popen(
-            [sys.executable, "-m", "skilltrain", *command],
-            env=os.environ | {"OPENAI_LOG": "debug"},
-            stderr=stderr,
-            # A shell's background jobs ignore Ctrl-C.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
+    variables = {"OPENAI_API_KEY": KEY, "OPENAI_LOG": "debug"}
+    return start_apart(partial(main, command), folder / "output", variables)
 
 
-def wait_for_requests(
-    server: LLMServer, process: subprocess.Popen[bytes], num_requests: int
-) -> None:
+def wait_for_requests(server: LLMServer, process: ForkServerProcess, num_requests: int) -> None:
     """Wait until the server got so many requests from a running process."""
     end = time.monotonic() + 120
     while len(server.requests) < num_requests:
         assert time.monotonic() < end
-        assert process.poll() is None
+        assert process.is_alive()
         time.sleep(0.01)
 
 
@@ -656,7 +650,7 @@ def test_kill_repeats_at_most_requests_under_way(server, tmp_path):
         process = start_synthesize(server, tmp_path, *settings)
         wait_for_requests(server, process, num_requests)
         process.kill()
-        process.wait()
+        process.join()
 
     succeeds(*synthesize_command(server, tmp_path, *settings))
 
@@ -667,7 +661,7 @@ def test_kill_repeats_at_most_requests_under_way(server, tmp_path):
     assert_no_key(tmp_path)
 
 
-StoppedRun = tuple[LLMServer, int, str]
+StoppedRun = tuple[LLMServer, int | None, str]
 """The server, the exit code and the standard error of a stopped run."""
 
 
@@ -681,10 +675,10 @@ def stopped(server, tmp_path, request) -> StoppedRun:
     process = start_synthesize(server, tmp_path, "llm.concurrency=4")
     # Each of four threads sends the next request when its last answer is in the cache.
     wait_for_requests(server, process, 16)
-    process.send_signal(request.param)
-    code = process.wait(timeout=20)
+    os.kill(process.pid, request.param)
+    process.join(20)
     server.otherwise = unique_reply
-    return server, code, (tmp_path / "stderr").read_text()
+    return server, process.exitcode, (tmp_path / "output" / "err").read_text()
 
 
 @pytest.mark.parametrize("stopped", [signal.SIGKILL, signal.SIGINT], indirect=True)
@@ -708,6 +702,7 @@ def test_ctrl_c_ends_in_one_line(stopped: StoppedRun, tmp_path):
     assert code == 130
     assert stderr.splitlines()[-1] == "error: interrupted; what was finished is kept"
     assert "Traceback" not in stderr
+    assert "DEBUG" in stderr
     assert KEY not in stderr  # openai's debug log is on
     assert not (tmp_path / "out").exists()
     assert_no_key(tmp_path)
