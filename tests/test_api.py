@@ -1,5 +1,7 @@
 """The Python API and `skilltrain fit`, on a small library and a tiny model."""
 
+import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -16,11 +18,12 @@ SKILL = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to
 
 
 @pytest.fixture(scope="module")
-def router(library, tmp_path_factory):
-    """Return the folder of a router that `fit` made without training."""
+def fitted(library, model_folders, tmp_path_factory):
+    """Return the summary of `fit` with too few skills for training, and its messages."""
     out = tmp_path_factory.mktemp("fit") / "router"
-    skilltrain.fit(library / "skills", out, train=False)
-    return out
+    with contextlib.redirect_stderr(io.StringIO()) as messages:
+        summary = skilltrain.fit(library / "skills", out, base=str(model_folders["bert"]))
+    return summary, messages.getvalue()
 
 
 def test_api_has_every_name():
@@ -238,7 +241,17 @@ def test_load_refuses_no_path():
         skilltrain.Router.load(wrong_folder)
 
 
-def test_loaded_router_routes(router):
-    loaded = skilltrain.Router.load(router)
+def test_few_skills_get_an_untrained_router(fitted):
+    summary, messages = fitted
+
+    assert summary["num_skills"] == 20
+    assert not summary["trained"]
+    assert "20 skills are too few" in messages
+
+
+def test_loaded_router_routes(fitted):
+    summary, _ = fitted
+
+    loaded = skilltrain.Router.load(summary["out"])
 
     assert len(loaded.route("merge these pdf files", k=3).skills) == 3

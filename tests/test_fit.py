@@ -1,11 +1,12 @@
 """`skilltrain fit`: an untrained router first, then a trained one if it is better."""
 
+import contextlib
+import io
 import json
 import shutil
-import subprocess
-import sys
 import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ import pytest
 
 import skilltrain
 from faults import raises
+from processes import start_apart
+from skilltrain.cli import main
 from skilltrain.serving import fit as fit_module
 from skilltrain.serving.fit import IN_USE, FitConfig, RouterComparison, compare_routers
 from skilltrain.serving.index import Index
@@ -20,6 +23,7 @@ from skilltrain.serving.router import Router
 from small_library import contents, forget_ranks, succeeds
 from small_library import skilltrain as skilltrain_command
 
+pytestmark = pytest.mark.slow
 TASK = "merge these pdf files"
 
 
@@ -59,16 +63,13 @@ class Fitted:
 @pytest.fixture(scope="module")
 def fitted(queries, skills, tmp_path_factory):
     out = tmp_path_factory.mktemp("fit") / "router"
-    command = [sys.executable, "-m", "skilltrain", "fit", skills, "max_tokens=32"]
-    process = subprocess.Popen(
-        [*command, "--out", out, "--queries", queries],
-        stderr=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-    )
-    while not (out / "mined").is_dir() and process.poll() is None:
+    command = ["fit", skills, "max_tokens=32", "--out", out, "--queries", queries]
+    call = partial(main, [str(argument) for argument in command])
+    process = start_apart(call, tmp_path_factory.mktemp("output"), {})
+    while not (out / "mined").is_dir() and process.is_alive():
         time.sleep(0.05)
     process.kill()
-    process.wait()
+    process.join()
     mined = contents(out / "mined")
 
     summary = skilltrain.fit(skills, out, queries=[queries], max_tokens=32)
@@ -78,13 +79,15 @@ def fitted(queries, skills, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def untrained(skills, tmp_path_factory):
-    """Return the folder of a router without training, and the summary."""
+    """Return the folder of a router without training, the summary and the messages."""
     out = tmp_path_factory.mktemp("untrained") / "router"
-    return out, skilltrain.fit(skills, out, train=False)
+    with contextlib.redirect_stderr(io.StringIO()) as messages:
+        summary = skilltrain.fit(skills, out, train=False)
+    return out, summary, messages.getvalue()
 
 
 def test_router_without_training_answers(untrained):
-    out, _ = untrained
+    out, *_ = untrained
 
     answer = Router.load(out).route(TASK, k=1)
 
@@ -92,14 +95,14 @@ def test_router_without_training_answers(untrained):
 
 
 def test_fit_without_training_trains_nothing(untrained):
-    out, summary = untrained
+    out, summary, _ = untrained
 
     assert summary == {"out": str(out), "num_skills": 21, "trained": False}
     assert not (out / "encoder").exists()
 
 
 def test_router_without_training_is_calibrated(untrained):
-    out, _ = untrained
+    out, *_ = untrained
     router = Router.load(out)
 
     assert router.route(TASK).fits
@@ -114,7 +117,7 @@ def test_report_of_fit_prints_no_groups(skills, tmp_path):
 
 
 def test_second_fit_keeps_the_calibration(untrained, skills):
-    out, _ = untrained
+    out, *_ = untrained
     calibration = Index.open(out).record.calibration
 
     skilltrain.fit(skills, out, train=False)
@@ -125,7 +128,7 @@ def test_second_fit_keeps_the_calibration(untrained, skills):
 
 def test_interrupted_calibration_is_made_again(untrained, skills):
     """A calibration that the router has not taken in yet must not stop the next `fit`."""
-    out, _ = untrained
+    out, *_ = untrained
     (file,) = out.glob("index-*/index.json")
     record = json.loads(file.read_text())
     file.write_text(json.dumps(record | {"calibration": None}))
@@ -147,20 +150,11 @@ def test_one_skill_gets_a_router_without_calibration(tmp_path, capsys):
     assert Router.load(tmp_path / "router").route("water the plants").fits
 
 
-def test_few_skills_get_an_untrained_router(library, tmp_path, capsys):
-    summary = skilltrain.fit(library / "skills", tmp_path / "router", max_tokens=32)
+def test_steps_are_printed_by_name(untrained):
+    *_, messages = untrained
 
-    assert summary["num_skills"] == 20
-    assert not summary["trained"]
-    assert "20 skills are too few" in capsys.readouterr().err
-
-
-def test_steps_are_printed_by_name(skills, tmp_path, capsys):
-    skilltrain.fit(skills, tmp_path / "router", train=False)
-
-    output = capsys.readouterr().err
-    assert "step pool: pool" in output
-    assert "step untrained: index" in output
+    assert "step pool: pool" in messages
+    assert "step untrained: index" in messages
 
 
 def test_killed_fit_continues(fitted):
@@ -359,7 +353,10 @@ def test_skills_without_requests_get_an_untrained_router(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("split", "missing"), [("dev", "train"), ("train", "dev")])
-def test_few_queries_get_an_untrained_router(skills, tmp_path, capsys, split, missing):
+def test_few_queries_get_an_untrained_router(
+    skills, model_folders, tmp_path, capsys, split, missing
+):
+    base = str(model_folders["bert"])
     file = tmp_path / "mine.jsonl"
     rows = [
         {"query": "water the plants", "skill_ids": ["extra"], "split": split},
@@ -367,7 +364,7 @@ def test_few_queries_get_an_untrained_router(skills, tmp_path, capsys, split, mi
     ]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    summary = skilltrain.fit(skills, tmp_path / "router", queries=[file])
+    summary = skilltrain.fit(skills, tmp_path / "router", queries=[file], base=base)
 
     assert not summary["trained"]
     message = f"no query is of split {missing}, so no encoder is trained"
@@ -379,7 +376,7 @@ def test_few_queries_get_an_untrained_router(skills, tmp_path, capsys, split, mi
 
 @pytest.mark.parametrize("train", [True, False])
 def test_other_queries_are_refused_first(untrained, queries, skills, capsys, train):
-    out, _ = untrained
+    out, *_ = untrained
 
     with raises("other-run") as caught:
         skilltrain.fit(skills, out, queries=[queries], train=train)

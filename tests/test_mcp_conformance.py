@@ -6,10 +6,10 @@ import re
 import shutil
 import socket
 import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,8 @@ import yaml
 
 pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
+from processes import start_apart
+from skilltrain.cli import main
 from small_library import succeeds, write_library
 
 ROOT = Path(__file__).parents[1]
@@ -44,17 +46,18 @@ def server(tmp_path_factory):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     address = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "skilltrain", "serve", str(router), "--mcp", "http"]
-    command += ["--port", str(port), "--allowed-origin", address]
+    arguments = ["serve", str(router), "--mcp", "http", "--port", str(port)]
+    arguments += ["--allowed-origin", address]
 
-    with subprocess.Popen(command) as process:
-        try:
-            while not is_healthy(address):
-                assert process.poll() is None
-                time.sleep(0.1)
-            yield address
-        finally:
-            process.kill()
+    process = start_apart(partial(main, arguments), folder / "output", {})
+    try:
+        while not is_healthy(address):
+            assert process.is_alive()
+            time.sleep(0.1)
+        yield address
+    finally:
+        process.kill()
+        process.join()
 
 
 @pytest.mark.slow

@@ -112,12 +112,13 @@ def test_queries_takes_trigger_evals(skills, tmp_path):
     assert unserved == '{"query": "hello"}\n'
 
 
-def test_fit_calibrates_with_no_skill_rows(skills, tmp_path):
-    config = FitConfig(skills=skills, queries=(skills,), out=tmp_path / "router", train=False)
+def test_fit_calibrates_with_no_skill_rows(skills, model_folders, tmp_path):
+    base = str(model_folders["bert"])
+    out = tmp_path / "router"
 
-    run_fit(config)
+    run_fit(FitConfig(skills=skills, queries=(skills,), out=out, base=base, train=False))
 
-    calibration = json.loads((tmp_path / "router" / "calibration" / "calibration.json").read_text())
+    calibration = json.loads((out / "calibration" / "calibration.json").read_text())
     assert calibration["num_queries"] == 3
     assert "unserved" in json.dumps(calibration["figures"])
 
