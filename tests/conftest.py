@@ -26,6 +26,20 @@ install_import_hook(
 )
 
 
+def pytest_collection_modifyitems(items):
+    """Put files with slow tests first in both halves, which pytest-xdist gives to two processes.
+
+    So no process is left with a slow test when the other has finished.
+    """
+    slow_files = dict.fromkeys(item.path for item in items if item.get_closest_marker("slow"))
+    first_files = [*slow_files][::2]
+    fast = [item for item in items if item.path not in slow_files]
+    first = [item for item in items if item.path in first_files]
+    second = [item for item in items if item.path in slow_files and item.path not in first_files]
+    num_first = len(items) // 2 - len(first)
+    items[:] = [*first, *fast[:num_first], *second, *fast[num_first:]]
+
+
 def pytest_collection_finish():
     """Exclude all imported objects from garbage collection, which takes .3 s with them."""
     gc.collect()
@@ -62,7 +76,7 @@ def opener(folders, config_class, load):
     return open_model
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def open_encoder_of(model_folders):
     """Return a function that opens an encoder by name, with settings of `EncoderConfig`."""
     from skilltrain.models.encoder import EncoderConfig, load_encoder
@@ -70,7 +84,7 @@ def open_encoder_of(model_folders):
     return opener(model_folders, EncoderConfig, load_encoder)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def open_reranker_of(model_folders):
     """Return a function that opens a reranker by name, with settings of `RerankerConfig`."""
     from skilltrain.models.reranker import RerankerConfig, load_reranker

@@ -1,5 +1,6 @@
 """Exported forms give the outputs of their model in the programs that they are made for."""
 
+import functools
 import json
 import logging
 import sys
@@ -26,6 +27,8 @@ from test_export import scores_of
 from test_model_card import QUERY, SKILLS, run_program
 
 CPU = torch.device("cpu")
+# Settings of the encoder whose ONNX form two tests share.
+MEAN = {"pooling": "mean", "template": EncoderTemplate(query_prompt="query: ")}
 MANY = [*SKILLS, Skill("3", "运行 💥", "", "yes</think> no"), Skill("4", "", "", "")]
 
 
@@ -253,29 +256,44 @@ def test_onnx_export_prints_no_warnings(tmp_path, open_encoder_of, monkeypatch, 
     assert not caplog.records
 
 
+@pytest.fixture(scope="module")
+def onnx_of(open_encoder_of, open_reranker_of, tmp_path_factory):
+    """Return a function that returns a model, and a folder with its ONNX form, by name.
+
+    The export takes seconds, so it is made once for each model and its settings.
+    """
+    pytest.importorskip("onnxscript")
+    pytest.importorskip("onnxruntime")
+
+    @functools.cache
+    def export(name, **settings):
+        open_model = open_reranker_of if name.endswith("reranker") else open_encoder_of
+        model = open_model(name, **settings)
+        folder = tmp_path_factory.mktemp("onnx")
+        save_model(model, folder, base="b")
+        write_form(folder, "onnx")
+        return model, folder
+
+    return export
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "settings"),
     [
-        ("bert", {"pooling": "mean", "template": EncoderTemplate(query_prompt="query: ")}),
+        ("bert", MEAN),
         ("bert", {"pooling": "cls", "template": EncoderTemplate(skill_prompt="passage: ")}),
         ("qwen3", {"pooling": "last_token"}),
         ("bert_reranker", {}),
         ("qwen3_reranker", {}),
     ],
 )
-def test_onnx_program_of_card_gives_our_scores(
-    tmp_path, open_encoder_of, open_reranker_of, monkeypatch, name, settings
-):
-    pytest.importorskip("onnxscript")
-    pytest.importorskip("onnxruntime")
+def test_onnx_program_of_card_gives_our_scores(onnx_of, monkeypatch, name, settings):
+    model, folder = onnx_of(name, **settings)
     is_reranker = name.endswith("reranker")
-    model = (open_reranker_of if is_reranker else open_encoder_of)(name, **settings)
-    save_model(model, tmp_path, base="b")
-    write_form(tmp_path, "onnx")
     card = model_card(RunRecord(model.settings, {"model": {"source": "o/base"}}, {}, form="onnx"))
 
-    scores = run_program(card, tmp_path, monkeypatch)
+    scores = run_program(card, folder, monkeypatch)
 
     with torch.inference_mode():
         if is_reranker:
@@ -287,30 +305,26 @@ def test_onnx_program_of_card_gives_our_scores(
 
 
 @pytest.mark.slow
-def test_onnx_computes_encoders_token_vectors(tmp_path, open_encoder_of):
+def test_onnx_computes_encoders_token_vectors(onnx_of):
     """TEI and sentence-transformers know inputs and output by these names."""
-    pytest.importorskip("onnxscript")
-    encoder = open_encoder_of("bert", max_tokens=32)
-    save_model(encoder, tmp_path, base="b")
-
-    write_form(tmp_path, "onnx")
+    encoder, folder = onnx_of("bert", **MEAN)
 
     texts = ["deploy pods", "review the commit and merge it", "a"]
-    inputs = arrays(AutoTokenizer.from_pretrained(tmp_path), texts)
+    inputs = arrays(AutoTokenizer.from_pretrained(folder), texts)
     is_token = inputs["attention_mask"].astype(bool)
     tensors = {name: torch.from_numpy(value) for name, value in inputs.items()}
     with torch.inference_mode():
         expected = encoder.backbone(**tensors).last_hidden_state.numpy()
-    exact = run_onnx(tmp_path / ONNX, inputs)[is_token]
+    exact = run_onnx(folder / ONNX, inputs)[is_token]
 
     assert np.allclose(exact, expected[is_token], atol=1e-4)
 
-    rough = run_onnx(tmp_path / ONNX_INT8, inputs)[is_token]
+    rough = run_onnx(folder / ONNX_INT8, inputs)[is_token]
     norms = np.linalg.norm(rough, axis=1) * np.linalg.norm(exact, axis=1)
 
     assert not np.array_equal(rough, exact)
     assert ((rough * exact).sum(1) / norms).min() > 0.95
-    assert {ONNX, ONNX_INT8} <= set(read(tmp_path, "skilltrain.json")["files"])
+    assert {ONNX, ONNX_INT8} <= set(read(folder, "skilltrain.json")["files"])
 
 
 def test_failed_onnx_export_names_folder(tmp_path, reranker, monkeypatch):
@@ -327,13 +341,10 @@ def test_failed_onnx_export_names_folder(tmp_path, reranker, monkeypatch):
 
 
 @pytest.mark.slow
-def test_onnx_computes_scores_of_chat_reranker(tmp_path, reranker):
+def test_onnx_computes_scores_of_chat_reranker(onnx_of):
     """TEI takes the folder for a reranker by its architecture and its one label."""
-    pytest.importorskip("onnxscript")
-    folder = tmp_path / "model"
+    reranker, folder = onnx_of("qwen3_reranker")
     documents = [reranker.settings.template.render_skill(skill) for skill in SKILLS]
-
-    write_form(folder, "onnx")
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
     chats = [

@@ -31,6 +31,7 @@ from skilltrain.serving.servers import new_http_app
 from skilltrain.serving.service import Service
 from skilltrain.tables import read_lists
 
+pytestmark = pytest.mark.slow
 # Held-out judgements: the skill that each code name stands for.
 MEANINGS = {
     "falcon": "documents/pdf-merge",

@@ -9,6 +9,7 @@ import pytest
 nbclient = pytest.importorskip("nbclient", reason="needs the extra dev")
 nbformat = pytest.importorskip("nbformat", reason="needs the extra dev")
 pytest.importorskip("ipywidgets", reason="needs the extra dev")
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
 WIDGET = "application/vnd.jupyter.widget-view+json"
