@@ -2,19 +2,20 @@
 
 import json
 import shutil
+from functools import partial
 
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 from safetensors.torch import load_file
 
 import two_ranks
+from processes import run_apart
 from skilltrain.distributed import gather_rows, rank_and_world
 from skilltrain.training.checkpoint import checkpoints
 from small_library import forget_ranks
 from two_ranks import CASES, HAS_DEEPSPEED, TWO_PASS_CASES, last_checkpoint
 
-pytestmark = pytest.mark.usefixtures("fresh_accelerate")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerate")]
 
 
 def test_one_process_gathers_nothing():
@@ -90,7 +91,9 @@ def launch(model_folders, tmp_path_factory):
     The ranks have different numbers of texts and of chunks.
     """
     root = tmp_path_factory.mktemp("two_ranks")
-    multiprocessing.spawn(two_ranks.on_rank, args=(root, model_folders), nprocs=2)
+    calls = [partial(two_ranks.on_rank, rank, root, model_folders) for rank in (0, 1)]
+    ranks = run_apart(*calls, timeout=600)
+    assert [rank.code for rank in ranks] == [0, 0], ranks
     results = [torch.load(root / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
     return results, root
 
