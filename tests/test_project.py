@@ -75,7 +75,7 @@ def pins() -> dict[str, str]:
     for line in read("constraints.txt").splitlines():
         if line and not line.startswith("#"):
             # A beta only where a dependency of ours has no release.
-            pin = re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+)?)", line)
+            pin = re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+|post\d+)?)", line)
             assert pin is not None, line
             versions[canonicalize_name(pin[1])] = pin[2]
     return versions
