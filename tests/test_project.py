@@ -87,7 +87,7 @@ def test_pins_are_sorted():
 
 def test_every_dependency_is_pinned_within_its_range():
     requirements = list(PROJECT["dependencies"])
-    for extra in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx"):
+    for extra in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "gpu", "onnx"):
         requirements += PROJECT["optional-dependencies"][extra]
 
     for text in requirements:
