@@ -444,6 +444,13 @@ def test_targets_share_a_pinned_base():
     assert version in Requirement(f"python{PROJECT['requires-python']}").specifier
 
 
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs the extra dev")
+def test_hadolint_finds_no_fault():
+    outcome = subprocess.run(["hadolint", "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+
+    assert (outcome.returncode, outcome.stdout) == (0, "")
+
+
 def test_dockerfile_adds_no_address():
     """ADD could download a file."""
     names = {name for _, name, _ in instructions()}
