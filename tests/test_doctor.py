@@ -3,6 +3,7 @@
 import json
 from importlib.metadata import PackageNotFoundError, version
 
+import faiss
 import pytest
 import torch
 
@@ -47,6 +48,17 @@ def test_missing_extra_has_its_command(monkeypatch):
     monkeypatch.setattr(doctor, "version", version_without_ray)
 
     assert ".[ray]" in doctor.missing_extras()["ray"]
+
+
+@pytest.mark.parametrize(("num_gpus", "library"), [(0, "faiss-cpu"), (2, "faiss-gpu")])
+def test_search_library_of_gpu_is_named(monkeypatch, num_gpus, library):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "H200")
+    monkeypatch.setattr(faiss, "get_num_gpus", lambda: num_gpus)
+
+    device = doctor.describe_device(torch.device("cuda"))
+
+    assert device == f"CUDA, 2 x H200, search with {library}"
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])

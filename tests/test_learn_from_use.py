@@ -127,7 +127,7 @@ def learn(library: Path, router: Path, out: Path, epochs: int) -> dict:
     """Make queries of the log in a folder, fit a router with them, and return the summary."""
     queries = out / "queries"
     succeeds("queries", "--from-log", out / "log", f"pool={router}/pool", f"out={queries}")
-    settings = {"in_use": router, "max_tokens": 32, "epochs": epochs}
+    settings = {"in_use": router, "max_tokens": 16, "epochs": epochs}
     return skilltrain.fit(library / "skills", out / "router", queries=[queries], **settings)
 
 

@@ -1,6 +1,8 @@
 """What the wheel and the source distribution hold, and the wheel's program without a clone."""
 
+import email
 import os
+import re
 import subprocess
 import sys
 import tarfile
@@ -75,6 +77,17 @@ def test_wheel_names_its_programs(dist):
         "skilltrain = skilltrain.cli:main\n"
         "skilltrain-hook = skilltrain.serving.hook:main\n"
     )
+
+
+def test_wheel_links_to_papers(dist):
+    (metadata,) = (dist / "site").glob("*.dist-info/METADATA")
+
+    urls = email.message_from_string(metadata.read_text()).get_all("Project-URL")
+
+    address = r"https://arxiv\.org/abs/\d{4}\.\d{5}"
+    papers = re.findall(rf"^Paper (\w+), {address}$", "\n".join(urls), re.MULTILINE)
+    assert papers == ["SkillRouter", "R3", "SkillFlow", "SkillWeaver"]
+    assert len(urls) == len(papers)
 
 
 def test_wheel_copies_recipes_without_clone(dist):

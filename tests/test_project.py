@@ -75,7 +75,7 @@ def pins() -> dict[str, str]:
     for line in read("constraints.txt").splitlines():
         if line and not line.startswith("#"):
             # A beta only where a dependency of ours has no release.
-            pin = re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+)?)", line)
+            pin = re.fullmatch(r"([\w.-]+)==([\d.]+(?:b\d+|post\d+)?)", line)
             assert pin is not None, line
             versions[canonicalize_name(pin[1])] = pin[2]
     return versions
@@ -87,7 +87,7 @@ def test_pins_are_sorted():
 
 def test_every_dependency_is_pinned_within_its_range():
     requirements = list(PROJECT["dependencies"])
-    for extra in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "onnx"):
+    for extra in ("dev", "quickstart", "deepspeed", "trackers", "qlora", "gpu", "onnx"):
         requirements += PROJECT["optional-dependencies"][extra]
 
     for text in requirements:
@@ -442,6 +442,13 @@ def test_targets_share_a_pinned_base():
     assert device == "DEVICE=cuda"
     (version,) = re.findall(r"^BASE=python:(\d+\.\d+\.\d+)-slim-\w+$", image)
     assert version in Requirement(f"python{PROJECT['requires-python']}").specifier
+
+
+@pytest.mark.skipif(shutil.which("hadolint") is None, reason="needs the extra dev")
+def test_hadolint_finds_no_fault():
+    outcome = subprocess.run(["hadolint", "Dockerfile"], cwd=ROOT, capture_output=True, text=True)
+
+    assert (outcome.returncode, outcome.stdout) == (0, "")
 
 
 def test_dockerfile_adds_no_address():

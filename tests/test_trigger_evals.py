@@ -201,5 +201,14 @@ def test_broken_trigger_eval_is_refused(tmp_path, text, code, problem):
 
 
 def test_folder_without_trigger_evals_is_refused(tmp_path):
-    with raises("not-found"):
+    with raises("not-found") as caught:
         read_trigger_evals(tmp_path)
+
+    assert "no trigger evaluation" in str(caught.value)
+
+
+def test_missing_folder_is_named(router, tmp_path):
+    outcome = skilltrain("test", router, tmp_path / "nothere")
+
+    assert outcome.code == 2
+    assert outcome.error_line == f"error: {tmp_path}/nothere: no such file or folder [not-found]"

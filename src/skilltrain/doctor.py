@@ -67,7 +67,12 @@ def missing_extras() -> dict[str, str]:
 def describe_device(device: torch.device) -> str:
     """Return the device as a person reads it, such as "CPU, 2 cores, AVX-512, no AMX"."""
     if device.type == "cuda":
-        return f"CUDA, {torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        import faiss
+
+        # faiss-cpu always reports 0 GPUs.
+        library = "faiss-gpu" if faiss.get_num_gpus() else "faiss-cpu"
+        name = torch.cuda.get_device_name()
+        return f"CUDA, {torch.cuda.device_count()} x {name}, search with {library}"
     if device.type == "mps":
         return "MPS, Apple's GPU"
     capabilities = torch.cpu.get_capabilities()

@@ -51,10 +51,12 @@ def read_trigger_evals(*folders: Path) -> list[TriggerQuery]:
     """Read the trigger evaluations below folders of skills.
 
     Raises:
-        SkilltrainError: A file is broken, or there is no query.
+        SkilltrainError: A folder is missing, a file is broken, or there is no query.
     """
     queries_by_text: dict[str, TriggerQuery] = {}
     for folder in folders:
+        if not folder.exists():
+            raise SkilltrainError("not-found", "no such file or folder", where=folder)
         _read_folder(folder.resolve(), queries_by_text)
     if not queries_by_text:
         fix = f"write {TRIGGER_EVAL} in the folder of a skill"
