@@ -27,7 +27,8 @@ from skilltrain.config import load_recipe
 
 # Skills of the pool, and rankings that are reranked: all tasks of each tier.
 SIZES = {"skillrouter": (79_141, 150), "skillflow": (35_866, 87), "r3": (2_050, 5_696)}
-NAMES = {
+# Key of SIZES for each recipe.
+BENCHMARK_OF_RECIPE = {
     "paper/table_1_inputs": "skillrouter",
     "paper/table_4_encoders": "skillrouter",
     "paper/table_5_pipelines": "skillrouter",
@@ -88,15 +89,15 @@ def forward_operations(source: str, num_tokens: int) -> int:
         if shape is not None:
             network: Any = BertModel(BertConfig(**shape))
         else:
-            network = Qwen3Model(Qwen3Config(**SHARED_SHAPE, **SHAPES[size_of(source)]))
+            network = Qwen3Model(Qwen3Config(**SHARED_SHAPE, **SHAPES[goal_size(source)]))
         counter = FlopCounterMode(display=False)
         with torch.no_grad(), counter:
             network(torch.zeros(1, num_tokens, dtype=torch.long))
     return counter.get_total_flops()
 
 
-def size_of(source: str) -> str:
-    """Return the size whose goal of training applies to a model."""
+def goal_size(source: str) -> str:
+    """Return the size, 0.6B or 8B, whose training goal applies to a model."""
     return "8B" if "8b" in source.lower() else "0.6B"
 
 
@@ -151,7 +152,7 @@ def plan_hours(name: str, benchmark: str) -> tuple[float, float]:
     Every text and every pair counts once, as in `evaluate`. With `num_timed`, pairs count twice,
     because `evaluate` scores them again to measure latency.
     """
-    num_skills, num_queries = SIZES[benchmark]
+    num_skills, num_rankings = SIZES[benchmark]
     recipe = load_recipe(RECIPES / f"{name}.yaml")
     is_timed = "num_timed" in recipe.get("analysis", {}) and benchmark == "skillrouter"
 
@@ -164,15 +165,15 @@ def plan_hours(name: str, benchmark: str) -> tuple[float, float]:
             settings = {**ranker, "keep": None, "cache": None}
             if ranker["kind"] == "dense":
                 operations = forward_operations(source, skill_tokens(ranker, 2_500))
-                seconds = num_skills * operations / speed("train_encoder", size_of(source))
+                seconds = num_skills * operations / speed("train_encoder", goal_size(source))
                 encoding[repr(settings)] = seconds
                 continue
             # A pair is cut to the model's limit.
             num_tokens = TASK_TOKENS[benchmark] + skill_tokens(ranker, 2_000)
             num_tokens = min(num_tokens, ranker.get("max_tokens", 4096))
             operations = forward_operations(source, num_tokens)
-            num_pairs = num_queries * count * ranker["keep"] * (2 if is_timed else 1)
-            seconds = num_pairs * operations / speed("train_reranker", size_of(source))
+            num_pairs = num_rankings * count * ranker["keep"] * (2 if is_timed else 1)
+            seconds = num_pairs * operations / speed("train_reranker", goal_size(source))
             key = f"{rankers_before} {settings} {count}"
             reranking[key] = max(seconds, reranking.get(key, 0))
     return sum(encoding.values()) / SECONDS_PER_HOUR, sum(reranking.values()) / SECONDS_PER_HOUR
@@ -187,7 +188,7 @@ def main() -> None:
     """Print the table."""
     print("| recipe | hours to encode skills | hours to rerank | planned hours |")
     print("|---|---:|---:|---:|")
-    for name, benchmark in NAMES.items():
+    for name, benchmark in BENCHMARK_OF_RECIPE.items():
         encoding, reranking = plan_hours(name, benchmark)
         hours = [format_hours(value) for value in (encoding, reranking, encoding + reranking)]
         print(f"| `{name}` | {' | '.join(hours)} |", flush=True)

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,7 @@ from test_scores import IDS, TAUGHT, TAUGHT_TOO, context, unit
 from training_data import training_set
 from training_runs import CONFIG, new_step
 
-GUIDE = Path(__file__).parents[1] / "docs" / "guides" / "loss.md"
+OWN_CODE = Path(__file__).parents[1] / "examples" / "own_code"
 
 
 def sum_of(**parts):
@@ -141,15 +140,13 @@ def test_candidates_of_list_are_own():
     ]
 
 
-def test_aligned_loss_of_guide_reads_stored_vectors(tmp_path, monkeypatch):
-    """The example of the guide compares vectors with those of a teacher, by id."""
-    (code,) = re.findall(r"```python\n# acme/align.py\n(.+?)```", GUIDE.read_text(), re.DOTALL)
-    (tmp_path / "acme_align.py").write_text(code)
-    monkeypatch.syspath_prepend(tmp_path)
+def test_aligned_loss_reads_stored_vectors(tmp_path, monkeypatch):
+    """The example compares vectors with those of a teacher, by id."""
+    monkeypatch.syspath_prepend(OWN_CODE)
     stored = {f"query {id}": np.eye(8)[0] for id in ("q1", "q2")}
     stored |= {f"skill {id}": np.eye(8)[0] for id in IDS}
     np.savez(tmp_path / "teacher.npz", **stored)
-    values = {"name": "acme_align:Align", "teacher": str(tmp_path / "teacher.npz")}
+    values = {"name": "align:Align", "teacher": str(tmp_path / "teacher.npz")}
     loss = TypeAdapter(EncoderLoss).validate_python(values)
     scored = scored_by(loss)
 

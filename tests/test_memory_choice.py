@@ -240,9 +240,22 @@ def test_probe_stops_when_another_rank_does(step, tmp_path, monkeypatch):
     assert probed == [batches[1]]
 
 
+def test_probe_is_timed_on_an_idle_device(step, tmp_path, monkeypatch):
+    config = TrainingConfig(batch_size=2, accumulation=1, precision="float32")
+    training = Training(new_accelerator(config, False), step, config, Run(tmp_path, False, {}))
+    batch = step.data.lists[:2]
+    events = []
+    training.model.register_forward_pre_hook(lambda *_: events.append("batch"))
+    monkeypatch.setattr(loop, "_wait_for", lambda device: events.append("wait"))
+
+    training.probe_memory(batch, earlier_batches=[batch])
+
+    assert events == ["batch", "wait", "batch", "wait"]
+
+
 def test_memory_is_returned_within_a_step(step, tmp_path, monkeypatch):
     numbers = []
-    monkeypatch.setattr(loop, "return_free_memory", lambda number, device: numbers.append(number))
+    monkeypatch.setattr(loop, "return_free_memory", lambda device, number: numbers.append(number))
     config = TrainingConfig(batch_size=1, accumulation=6, precision="float32")
 
     train(new_accelerator(config, False), step, config, Run(tmp_path, False, {}))

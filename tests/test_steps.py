@@ -7,6 +7,7 @@ import torch
 
 from faults import raises
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE, Matryoshka
+from skilltrain.models import micro_batches
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.training import steps
 from skilltrain.training.steps import (
@@ -258,6 +259,21 @@ def test_two_passes_keep_no_activations(open_encoder_of):
 
     # The vectors and their cosines are left.
     assert ratio < 0.02
+
+
+def test_two_passes_return_memory_between_micro_batches(open_encoder_of, monkeypatch):
+    data = training_set(16, num_skills=80)
+    settings = StepSettings(200, two_pass=True)
+    step = EncoderStep(open_encoder_of("bert"), InfoNCE(), data, settings).train()
+    devices = []
+    monkeypatch.setattr(micro_batches, "return_free_memory", devices.append)
+
+    step(data.lists).backward()
+
+    # Each micro-batch runs in both passes.
+    num_runs = 2 * len(step.padded_tokens(data.lists))
+    assert num_runs > 4
+    assert devices == [step.model.device] * num_runs
 
 
 def test_varlen_needs_a_causal_model(open_encoder_of):

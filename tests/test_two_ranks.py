@@ -1,7 +1,9 @@
 """Training on two processes (DDP, FSDP2, DeepSpeed ZeRO) equals training on one."""
 
 import json
+import re
 import shutil
+import signal
 from functools import partial
 
 import pytest
@@ -12,8 +14,9 @@ import two_ranks
 from processes import run_apart
 from skilltrain.distributed import gather_rows, rank_and_world
 from skilltrain.training.checkpoint import checkpoints
+from skilltrain.training.loop import step_batches
 from small_library import forget_ranks
-from two_ranks import CASES, HAS_DEEPSPEED, TWO_PASS_CASES, last_checkpoint
+from two_ranks import CASES, HAS_DEEPSPEED, REFUSED_KINDS, TWO_PASS_CASES, last_checkpoint
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_accelerate")]
 
@@ -85,17 +88,23 @@ def check_case(kind, folder, root, single):
 
 
 @pytest.fixture(scope="module")
-def launch(model_folders, tmp_path_factory):
-    """The results of two ranks, and the folder of their outputs. The launch is slow, so it is one.
+def processes(model_folders, tmp_path_factory):
+    """Two ranks that have ended, and the folder of their outputs. The launch is slow, so it is one.
 
-    The ranks have different numbers of texts and of chunks.
+    The ranks have different numbers of texts and of chunks. At the end, the second rank is killed.
     """
     root = tmp_path_factory.mktemp("two_ranks")
     calls = [partial(two_ranks.on_rank, rank, root, model_folders) for rank in (0, 1)]
-    ranks = run_apart(*calls, timeout=600)
-    assert [rank.code for rank in ranks] == [0, 0], ranks
-    results = [torch.load(root / f"rank{rank}.pt", weights_only=True) for rank in (0, 1)]
-    return results, root
+    return run_apart(*calls, timeout=600), root
+
+
+@pytest.fixture(scope="module")
+def launch(processes):
+    """The results of two ranks, and the folder of their outputs."""
+    ranks, root = processes
+    files = [root / f"rank{rank}.pt" for rank in (0, 1)]
+    assert all(file.exists() for file in files), ranks
+    return [torch.load(file, weights_only=True) for file in files], root
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -126,18 +135,6 @@ def test_two_passes_exchange_gradients_once(launch):
     assert num_exchanges == [1, 1]
 
 
-def test_one_process_resumes_two_ranks(launch, model_folders, tmp_path):
-    _, root = launch
-    checkpoint = "checkpoints/step-2"
-    shutil.copytree(root / "ddp encoder" / checkpoint, tmp_path / checkpoint)
-    forget_ranks()
-
-    step = two_ranks.step_of("ddp encoder", model_folders["bert"])
-    two_ranks.run_training(step, tmp_path, resume=True)
-
-    assert largest_difference(weights_in(tmp_path), weights_in(root / "ddp encoder")) < 1e-9
-
-
 def test_first_rank_works_for_all(launch):
     results, _ = launch
 
@@ -164,15 +161,56 @@ def test_fsdp_copies_no_evaluation_inputs(launch):
     assert [result["copied_inputs"] for result in results] == [[], []]
 
 
-@pytest.mark.skipif(not HAS_DEEPSPEED, reason="deepspeed is not installed")
-@pytest.mark.parametrize("kind", ["zero2 encoder", "zero3 reranker"])
-def test_deepspeed_checks_gradient_before_update(launch, kind):
+@pytest.mark.parametrize("kind", REFUSED_KINDS)
+@pytest.mark.parametrize("reason", ["limit", "nan"])
+def test_bad_gradient_of_a_rank_stops_both(launch, model_folders, kind, reason):
+    if not two_ranks.can_run(kind):
+        pytest.skip("a package is not installed")
     results, _ = launch
+    data = two_ranks.step_of(kind, model_folders[CASES[kind].folder]).data
 
-    for result in results:
-        problem, has_moved = result["refused_steps"][kind]
-        assert "exceeds training.stop_grad_norm 0.001" in problem
+    outcomes = [result[reason][kind] for result in results]
+
+    # One process gives the same line: test_loop.py::test_bad_gradient_stops_before_update.
+    first_step = next(step_batches(data.lists, two_ranks.CONFIG))
+    query_ids = [training_list.query_id for batch in first_step for training_list in batch]
+    ending = f" in a step with queries {', '.join(query_ids)}"
+    fault = r"the gradient norm \S+ exceeds training.stop_grad_norm 0.001"
+    if reason == "nan":
+        fault = "the gradient is not a finite number"
+    for code, problem, has_moved in outcomes:
+        assert code == "diverged"
+        assert re.fullmatch(fault + ending, problem)
         assert not has_moved
+
+
+def test_killed_rank_ends_the_other(processes):
+    ranks, root = processes
+
+    exit_codes = [rank.code for rank in ranks]
+
+    assert exit_codes == [2, -signal.SIGKILL]
+    lines = (root / "killed" / "stderr.txt").read_text().splitlines()
+    errors = [line for line in lines if not line.startswith("training ")]
+    advice = "(see its error; --resume continues the run)"
+    assert errors == [f"error: another process of this run has ended {advice}"]
+
+
+def test_run_with_killed_rank_resumes(launch, model_folders, tmp_path):
+    """A run that lost a rank goes on from the same bits as a run that lost none."""
+    _, root = launch
+    weights = []
+    for name in ("ddp encoder", "killed"):
+        out = tmp_path / name
+        shutil.copytree(root / name / "checkpoints" / "step-2", out / "checkpoints" / "step-2")
+        forget_ranks()
+        step = two_ranks.step_of("ddp encoder", model_folders["bert"])
+        two_ranks.run_training(step, out, resume=True)
+        weights.append(weights_in(out))
+
+    assert [path.name for path in checkpoints(root / "killed" / "checkpoints")] == ["step-2"]
+    assert largest_difference(*weights) == 0
+    assert largest_difference(weights[0], weights_in(root / "ddp encoder")) < 1e-9
 
 
 def test_ranks_agree_on_dev_metric(launch):

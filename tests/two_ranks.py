@@ -1,5 +1,6 @@
 """Training runs for two gloo processes and for one, with whole and with sharded models."""
 
+import contextlib
 import importlib.util
 import os
 import shutil
@@ -21,6 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from skilltrain.cli import as_program
 from skilltrain.distributed import made_by_first_rank, rank_and_world
 from skilltrain.errors import SkilltrainError
 from skilltrain.losses import InfoNCE, LateInteraction, ListwiseCE, Matryoshka
@@ -99,7 +101,10 @@ TWO_PASS_CASES = {
     "fsdp2 encoder in bfloat16": Case("bert_dropout", 0.01),
     "zero2 encoder": Case("qwen3", 1e-5),  # DeepSpeed computes in float32
     "zero3 encoder": Case("qwen3", 1e-5),
+    "zero2 encoder in bfloat16": Case("qwen3", 0.01),
+    "zero3 encoder in bfloat16": Case("qwen3", 0.01),
 }
+REFUSED_KINDS = ("ddp encoder", "fsdp2 encoder", "zero2 encoder", "zero3 reranker")
 HAS_DEEPSPEED = importlib.util.find_spec("deepspeed") is not None
 _FSDP = {
     "ACCELERATE_USE_FSDP": "true",
@@ -214,11 +219,14 @@ def on_rank(rank: int, root: Path, folders: Mapping[str, Path]) -> None:
     if HAS_DEEPSPEED:
         out = root / "zero2 encoder" / "resumed"
         results["malicious_checkpoint"] = resume_malicious(folders["qwen3"], out, rank)
-        results["refused_steps"] = {
-            kind: refuse_step(kind, folders[CASES[kind].folder], root / "refused" / kind)
-            for kind in ("zero2 encoder", "zero3 reranker")
+    for reason in ("limit", "nan"):
+        results[reason] = {
+            kind: refuse_step(kind, folders[CASES[kind].folder], root / reason / kind, reason)
+            for kind in filter(can_run, REFUSED_KINDS)
         }
     torch.save(results, root / f"rank{rank}.pt")
+    dist.barrier()
+    lose_a_rank(folders["bert"], root / "killed", rank)
 
 
 def dev_metric(bert: Path, root: Path, rank: int) -> float:
@@ -333,23 +341,51 @@ def copied_inputs(bert: Path, reranker: Path) -> list[str]:
     return copied
 
 
-def refuse_step(kind: str, folder: Path, out: Path) -> tuple[str, bool]:
-    """Train with a gradient norm above the limit. Returns the error, and whether a weight moved."""
+def refuse_step(kind: str, folder: Path, out: Path, reason: str) -> tuple[str, str, bool]:
+    """Train with a gradient that must be refused.
+
+    Args:
+        reason: `limit` if the norm of the gradient is above the limit. `nan` if the gradient of the
+            second rank is not a number.
+
+    Returns:
+        Code and problem of the error, and whether a weight moved.
+    """
     launch(kind)
-    config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3})
     step = step_of(kind, folder)
+    config = CONFIG
+    if reason == "limit":
+        config = CONFIG.model_copy(update={"stop_grad_norm": 1e-3})
+    elif rank_and_world()[0] == 1:
+        spoil_gradient(step)
     training = Training(new_accelerator(config, quantized=False), step, config, Run(out, False, {}))
     before = local_weights(step)
     with pytest.raises(SkilltrainError) as error:
         training.run_remaining_steps()
     weight_pairs = zip(before, local_weights(step), strict=True)
     has_moved = any(not torch.equal(*pair) for pair in weight_pairs)
-    return error.value.problem, has_moved
+    return error.value.code, error.value.problem, has_moved
+
+
+def spoil_gradient(step: Step) -> None:
+    """Let a step return a finite loss whose gradient is not a number."""
+    forward = step.forward
+
+    def forward_and_spoil(batch: Any) -> torch.Tensor:
+        loss = forward(batch)
+        loss.register_hook(lambda gradient: gradient * torch.nan)
+        return loss
+
+    step.forward = forward_and_spoil
 
 
 def local_weights(step: Step) -> list[torch.Tensor]:
-    """Return a copy of this rank's part of each weight. Only ZeRO-3 has parts."""
-    return [getattr(each, "ds_tensor", each).detach().clone() for each in step.parameters()]
+    """Return a copy of this rank's part of each weight. FSDP2 and ZeRO-3 have parts."""
+    weights = []
+    for parameter in step.parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        weights.append(getattr(local, "ds_tensor", local).detach().clone())
+    return weights
 
 
 def train_and_resume(kind: str, folder: Path, out: Path, rank: int) -> None:
@@ -425,3 +461,17 @@ def train_unshared(bert: Path, root: Path, rank: int, resume: bool) -> str:
         (root / "0" / "checkpoints" / "step-2").mkdir(parents=True)
     with patch.object(engine, "_VISIBILITY_TIMEOUT", 0.0):
         return str(training_error(step_of("ddp encoder", bert), root / str(rank), resume))
+
+
+def lose_a_rank(bert: Path, out: Path, rank: int) -> None:
+    """End the second rank by SIGKILL in the third step. The first rank runs as a program does.
+
+    Both processes end here. What the first rank prints goes to `out`/stderr.txt.
+    """
+    launch("ddp encoder")
+    step = step_of("ddp encoder", bert)
+    if rank == 1:
+        signal_in(step, 3, signal.SIGKILL)
+    out.mkdir(exist_ok=True)
+    with (out / "stderr.txt").open("w") as file, contextlib.redirect_stderr(file):
+        as_program(lambda words: run_training(step, out), [])

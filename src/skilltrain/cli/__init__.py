@@ -30,6 +30,8 @@ from skilltrain.texts import one_line
 _NO_MEMORY = re.compile(
     "allocate memory|unable to allocate|failed to map segment|bad_alloc|CUDA out of memory", re.I
 )
+# Messages of gloo and NCCL if another process of a distributed run is gone.
+_LOST_RANK = re.compile("Connection (closed|reset) by peer|remote process exit")
 # Exit codes.
 _FAULT = 2
 _INTERRUPTED = 130
@@ -118,6 +120,8 @@ def _message(error: BaseException) -> str:
     if isinstance(error, OSError):
         reason = reason_of(error)
         return f"{error.filename}: {reason}" if error.filename else reason
+    if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+        return "another process of this run has ended (see its error; --resume continues the run)"
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         # Path.expanduser raised it.
         return "there is no home folder, which ~ stands for (set HOME)"

@@ -1,5 +1,7 @@
 """Groups texts of similar length into micro-batches, and runs a model on them."""
 
+import ctypes
+import platform
 from collections.abc import Callable, Sequence, Sized
 from itertools import chain
 from typing import Any, TypeVar
@@ -15,6 +17,7 @@ Texts = Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
 """The texts of a micro-batch, as token ids or as embedded tokens."""
 TextT = TypeVar("TextT", bound=Sized)
 Groups = list[list[int]]
+_BATCHES_PER_TRIM = 3  # malloc_trim takes time, so a run calls it only every few batches
 
 
 def micro_batches(
@@ -122,10 +125,31 @@ def run_twice(
         texts: Texts of one micro-batch.
         device: Device on which the function draws random numbers.
     """
+
+    def run(_: Tensor) -> Tensor:
+        # Free blocks of earlier micro-batches do not fit the lengths of this one.
+        return_free_memory(device)
+        return function(texts)
+
     # The second run needs the same random numbers. `checkpoint` restores the random state of a GPU
-    # only if it gets a tensor on this GPU. So it gets an empty tensor, which the lambda ignores.
+    # only if it gets a tensor on this GPU. So it gets an empty tensor, which `run` ignores.
     marker = torch.empty(0, device=device)
-    return checkpoint(lambda _: function(texts), marker, use_reentrant=False)
+    return checkpoint(run, marker, use_reentrant=False)
+
+
+def return_free_memory(device: torch.device, batch_number: int = 0) -> None:
+    """Return the free memory of glibc's heap to the system, in a run on a CPU.
+
+    Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
+    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
+
+    Args:
+        device: Device of the run. On a GPU, nothing is done.
+        batch_number: Number of the batch in the run, from 0. The function acts on every third.
+    """
+    is_due = device.type == "cpu" and batch_number % _BATCHES_PER_TRIM == 0
+    if is_due and platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def on_device(values: np.ndarray | Tensor, device: torch.device) -> Tensor:

@@ -1,8 +1,6 @@
 """The training loop, which encoders and rerankers share."""
 
-import ctypes
 import math
-import platform
 import re
 import signal
 import time
@@ -25,6 +23,7 @@ from torch.optim import Optimizer
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
+from skilltrain.models.micro_batches import return_free_memory
 from skilltrain.plugins import load_plugin
 from skilltrain.runs import CHECKPOINTS
 from skilltrain.terminal import progress, say
@@ -49,7 +48,6 @@ _MAX_QUERIES_IN_ERROR = 8
 _STEPS_PER_CHECKPOINT = 50
 _SECONDS_PER_CHECKPOINT = 60  # on a CPU, where a step takes seconds
 _MAX_SECONDS_EARLIER = 10  # for the batches before the largest, in a probe
-_BATCHES_PER_TRIM = 3  # a call of malloc_trim takes time, so not after every batch
 
 
 @dataclass(frozen=True)
@@ -430,22 +428,22 @@ class Training:
 
         # Ranks that hold shards (FSDP2, ZeRO) exchange gradients after every batch. Without
         # this exchange, each rank would hold the whole gradient until the last batch.
-        syncs_every_batch = shards_state()
+        exchanges_every_batch = shards_state()
 
         scaled_sum = torch.zeros((), device=accelerator.device)
         for number, batch in enumerate(batches):
             is_last = batch is batches[-1]
             # DeepSpeed updates the weights within `backward` if `sync_gradients` is true.
             accelerator.sync_gradients = is_last
-            is_synced = is_last or syncs_every_batch
-            context = nullcontext() if is_synced else accelerator.no_sync(self.model)
+            exchanges_gradients = is_last or exchanges_every_batch
+            context = nullcontext() if exchanges_gradients else accelerator.no_sync(self.model)
             with context:
                 loss = self.model(batch) * loss_scale
                 _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
             # A step of a reranker has many batches, so once every few steps would be too rare.
-            return_free_memory(self.position.step * len(batches) + number, accelerator.device)
+            return_free_memory(accelerator.device, self.position.step * len(batches) + number)
 
         # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
@@ -554,15 +552,15 @@ class Training:
                     break
                 self.accelerator.backward(self.model(earlier_batch))
                 self.optimizer.zero_grad(set_to_none=True)
-                return_free_memory(number, device)
+                return_free_memory(device, number)
             # If a step has several batches, the later ones run while the gradients of the first are
             # held. So the largest batch runs twice, and its second run is timed.
             if self.config.accumulation > 1:
                 self.accelerator.backward(self.model(batch))
+            _wait_for(device)
             start_time = time.monotonic()
             self.accelerator.backward(self.model(batch))
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _wait_for(device)
         seconds = time.monotonic() - start_time
         self.optimizer.zero_grad(set_to_none=True)
         self.step_module.count.clear()  # drop the tokens of this batch
@@ -589,6 +587,12 @@ class Training:
                     # Empty tensors would not do: a CPU only reserves their memory.
                     moments.append(local.new_ones(num_bytes, dtype=torch.uint8))
         return moments
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until a GPU has finished all work, which it does while the program goes on."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _check_is_number(loss: Tensor) -> None:
@@ -652,21 +656,6 @@ def can_probe(accelerator: Accelerator) -> bool:
     """
     uses_deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
     return accelerator.device.type == "cuda" and not uses_deepspeed
-
-
-def return_free_memory(batch_number: int, device: torch.device) -> None:
-    """Return the free memory of glibc's heap to the system, every few batches of a run on a CPU.
-
-    Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
-    35 steps, only 0.6 GB of it for tensors, and its memory grew further.
-
-    Args:
-        batch_number: Number of the batch in the run, from 0. The function acts on every third.
-        device: Device of the run. On a GPU, nothing is done.
-    """
-    is_due = device.type == "cpu" and batch_number % _BATCHES_PER_TRIM == 0
-    if is_due and platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextmanager

@@ -13,9 +13,10 @@ from torch import nn
 from skilltrain.distributed import of_first_rank
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.activations import checkpoint_layers, layer_bytes
+from skilltrain.models.micro_batches import return_free_memory
 from skilltrain.terminal import launched_ranks, ranks_on_machine, say
 from skilltrain.training.engine import shards_state
-from skilltrain.training.loop import GIB, Batch, largest_batch, return_free_memory, step_batches
+from skilltrain.training.loop import GIB, Batch, largest_batch, step_batches
 from skilltrain.training.optimizers import OptimizerConfig
 from skilltrain.training.settings import TrainingConfig
 from skilltrain.training.steps import StepModule, StepSettings
@@ -44,9 +45,8 @@ def fit_into_memory(step: StepModule, config: TrainingConfig, device: torch.devi
     Raises:
         SkilltrainError: The available memory is too small for every choice.
     """
-    # Return the memory of the stages that this process ran before. The function acts every few
-    # batches, beginning with batch 0.
-    return_free_memory(batch_number=0, device=device)
+    # Return the memory of the stages that this process ran before.
+    return_free_memory(device)
 
     # Compute the memory that is left for the activations of the largest batch.
     batch = largest_batch(step, chain.from_iterable(step_batches(step.data.lists, config)))
