@@ -116,11 +116,14 @@ def _message(error: BaseException) -> str:
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return "memory ran out (close other programs, or lower token_budget, max_tokens or workers)"
     if isinstance(error, OSError):
-        reason = reason_of(error)
-        return f"{error.filename}: {reason}" if error.filename else reason
+        # A SkilltrainError cuts a long path. The code is not printed.
+        return str(SkilltrainError("", reason_of(error), where=error.filename))
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         # Path.expanduser raised it.
         return "there is no home folder, which ~ stands for (set HOME)"
+    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
+        # Path.resolve raised it.
+        return f"{error} (give a folder that is no link to itself)"
     name = type(error).__name__
     return f"{name}: {error} (unexpected: add --debug to see where it happened)"
 
