@@ -125,6 +125,14 @@ def test_json_round_trip(tmp_path: Path):
     assert read_json(tmp_path / "a.json") == value
 
 
+def test_json_keeps_paths_of_any_bytes(tmp_path: Path):
+    value = {"path": os.fsdecode(b"a\xff")}
+
+    write_json(tmp_path / "a.json", value)
+
+    assert read_json(tmp_path / "a.json") == value
+
+
 def test_refused_nan_keeps_old_json(tmp_path: Path):
     file = tmp_path / "a.json"
     write_json(file, 1)

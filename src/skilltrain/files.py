@@ -208,9 +208,12 @@ def path_inside(folder: Path, name: str, where: object) -> Path:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, atomically."""
+    """Write `text` as UTF-8, atomically. A lone surrogate becomes `\\udXXX`, as JSON escapes it.
+
+    Python has a lone surrogate for each byte of a path that is no UTF-8.
+    """
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
