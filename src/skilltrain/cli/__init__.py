@@ -121,9 +121,12 @@ def _message(error: BaseException) -> str:
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         # Path.expanduser raised it.
         return "there is no home folder, which ~ stands for (set HOME)"
-    if isinstance(error, RuntimeError) and "Symlink loop" in str(error):
+    if "Symlink loop" in str(error):
         # Path.resolve raised it.
         return f"{error} (give a folder that is no link to itself)"
+    if isinstance(error, UnicodeEncodeError):
+        # Python has surrogates for such bytes, which no table and no path of Arrow can hold.
+        return "the name of a file or folder has bytes that are no UTF-8 (rename it)"
     name = type(error).__name__
     return f"{name}: {error} (unexpected: add --debug to see where it happened)"
 
