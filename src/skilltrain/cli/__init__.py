@@ -116,8 +116,9 @@ def _message(error: BaseException) -> str:
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
         return "memory ran out (close other programs, or lower token_budget, max_tokens or workers)"
     if isinstance(error, OSError):
-        # A SkilltrainError cuts a long path. The code is not printed.
-        return str(SkilltrainError("", reason_of(error), where=error.filename))
+        reason = reason_of(error)
+        # A longer path would hide the reason.
+        return f"{str(error.filename)[:300]}: {reason}" if error.filename else reason
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         # Path.expanduser raised it.
         return "there is no home folder, which ~ stands for (set HOME)"
