@@ -178,6 +178,7 @@ def test_names_of_conditions_are_no_markup(tmp_path: Path):
         ([row(passed=1)], "line 1"),
         ([row(passed="yes")], "line 1"),
         ([row(cost=-1)], "cost"),
+        ([row(cost=1e308)], "cost"),
         ([row(steps=float("nan"))], "steps"),
         ([row(condition="")], "condition"),
         ([row(retrieved="a")], "retrieved"),

@@ -315,6 +315,9 @@ def test_sigterm_leaves_no_temporary_files(runs, tmp_path, monkeypatch):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory ran out"),
         (ImportError("libx.so: failed to map segment"), "memory ran out"),
         (EOFError("No data left in file"), "EOFError: No data left in file"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "x"), "has bytes that are no UTF-8 (rename"),
+        (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a' (give a folder that is"),
+        (OSError(36, "File name too long", "x" * 999), f"{'x' * 300}: File name too long"),
     ],
 )
 def test_fault_of_library_is_one_line(runs, tmp_path, monkeypatch, raised, line):
@@ -492,6 +495,15 @@ def test_recipes_lists_recipes(tmp_path):
     ]
 
 
+def test_listed_recipes_cannot_control_terminal(tmp_path):
+    text = "# \u202ea\nstage: pool\nsources: a\nout: b\n"
+    (tmp_path / "\x1b[2J.yaml").write_text(text)
+
+    out = succeeds("recipes", "list", "--dir", tmp_path).out
+
+    assert out == "[U+001B][2J  pool\n    [U+202E]a\n"
+
+
 def test_shipped_recipes_are_listed_anywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
@@ -522,9 +534,10 @@ def test_copied_grid_brings_its_chain(tmp_path):
     assert f"skilltrain ablate {tmp_path}/ablations/filter.yaml" in outcome.out
 
 
-def test_copied_recipe_replaces_no_other_file(tmp_path):
+@pytest.mark.parametrize("content", [b"stage: train_encoder\n", b"\xff\x00"])
+def test_copied_recipe_replaces_no_other_file(tmp_path, content):
     changed = tmp_path / "sr_emb_8b.yaml"
-    changed.write_text("stage: train_encoder\n")
+    changed.write_bytes(content)
     files = contents(tmp_path)
 
     outcome = skilltrain("recipes", "copy", "paper/sr_emb_8b", tmp_path)

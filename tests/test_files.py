@@ -87,6 +87,16 @@ def test_write_below_file_is_refused(tmp_path: Path, name: str):
     assert failure.value.where == file / name
 
 
+def test_pipe_is_not_replaced(tmp_path: Path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+
+    with raises("special-file"):
+        write_text(pipe, "new")
+
+    assert pipe.is_fifo()
+
+
 def test_full_disk_names_the_folder(tmp_path: Path):
     folder = tmp_path / "out"
 
@@ -109,6 +119,14 @@ def test_too_deep_folder_is_refused(tmp_path: Path):
 
 def test_json_round_trip(tmp_path: Path):
     value = {"a": [1, None, "ü"]}
+
+    write_json(tmp_path / "a.json", value)
+
+    assert read_json(tmp_path / "a.json") == value
+
+
+def test_json_keeps_paths_of_any_bytes(tmp_path: Path):
+    value = {"path": os.fsdecode(b"a\xff")}
 
     write_json(tmp_path / "a.json", value)
 

@@ -369,6 +369,15 @@ def test_damaged_bert_is_refused(broken, change):
         opened(folder)
 
 
+def test_odd_architectures_do_no_harm(broken):
+    folder = broken("bert", changed("config.json", architectures=5))
+
+    reranker = load_reranker(RerankerConfig(source=str(folder)), CPU, new_head=True)
+
+    assert opened(folder).dim == 32
+    assert reranker.network.classifier.out_features == 1
+
+
 def keep_weights(weights):
     return weights
 

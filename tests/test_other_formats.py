@@ -253,7 +253,12 @@ def test_beir_folder_is_read_back(lists: Path):
 
 
 @pytest.mark.parametrize(
-    ("split", "code"), [("../../../x", "path-outside-folder"), ("", "invalid-value")]
+    ("split", "code"),
+    [
+        ("../../../x", "path-outside-folder"),
+        ("a\0b", "path-outside-folder"),
+        ("", "invalid-value"),
+    ],
 )
 def test_split_leads_to_no_other_folder(lists: Path, split: str, code: str):
     write_ours(lists, [("q1", "first", split)], {"q1": {"a": "required"}})
@@ -403,6 +408,7 @@ def test_encoder_trains_on_texts(tmp_path: Path):
         ([{"a": "x", "b": "y", "label": 1}], "row 1: is no row of texts: a, b, label"),
         ([{"a": "x", "b": "y"}, {"a": "x", "c": "z"}], "row 2: is no row of texts: a, c"),
         ([{"a": "x", "b": " "}], "row 1: is no row of texts"),
+        ([{"k" * 900: "x"}], f"row 1: is no row of texts: {'k' * 199}…"),
         ([], "there is no row of texts"),
     ],
 )
@@ -413,8 +419,9 @@ def test_rows_without_texts_are_refused(tmp_path: Path, content, message: str):
     assert message in str(error.value)
 
 
-def test_broken_csv_is_refused(tmp_path: Path):
-    write(tmp_path, {"t.csv": "anchor,positive\na,b,c\n"})
+@pytest.mark.parametrize("content", [b"anchor,positive\na,b,c\n", b"caf\xe9,positive\na,b\n"])
+def test_broken_csv_is_refused(tmp_path: Path, content: bytes):
+    (tmp_path / "t.csv").write_bytes(content)
 
     outcome = skilltrain("export-data", tmp_path / "t.csv", "--to", "lists", "--out", "never")
 

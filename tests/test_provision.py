@@ -50,6 +50,14 @@ def test_written_skill_reads_as_before(skill: Skill, header: str, tmp_path):
     assert parse_skill_file(text, "a", "") == expected
 
 
+def test_name_of_wide_letters_can_be_written(tmp_path):
+    name = free_name("\U00020000" * 64, tmp_path)  # four bytes each
+
+    (tmp_path / name).mkdir()
+
+    assert name == "\U00020000" * 60
+
+
 @pytest.fixture
 def forms(tmp_path) -> Path:
     """The folder of the skill docs/forms, with another skill inside, in tmp_path/pool."""

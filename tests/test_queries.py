@@ -303,6 +303,15 @@ def test_wrong_row_names_its_line(tmp_path, row: dict[str, Any], message: str):
         make(tmp_path, [{"query_id": "q", "query": "x", "skill_ids": "a"}, row])
 
 
+def test_skill_ids_lose_lone_surrogates(tmp_path):
+    file = tmp_path / "train.jsonl"
+    file.write_text('{"query": "x", "skill_ids": ["a\\ud800"]}')
+
+    _, judgements, _, _ = make(tmp_path, file)
+
+    assert [row["skill_id"] for row in judgements] == ["a"]
+
+
 def test_wrong_row_names_its_id(tmp_path):
     row = {"query_id": "q7", "query": "x", "skill_ids": "a", "split": "valid"}
 

@@ -218,6 +218,23 @@ def test_broken_line_is_refused(tmp_path):
         read_requests(tmp_path)
 
 
+def test_folder_as_file_of_a_log_is_refused(tmp_path):
+    (tmp_path / "use-1.jsonl").mkdir()
+
+    with raises("special-file"):
+        read_requests(tmp_path)
+
+
+def test_endless_line_of_a_log_is_refused(tmp_path, monkeypatch):
+    log_use(tmp_path)
+    monkeypatch.setattr("skilltrain.files._MAX_LINE_BYTES", 20)
+
+    with raises("not-json") as caught:
+        read_requests(tmp_path)
+
+    assert "a line has more than 64 MiB" in caught.value.problem
+
+
 def test_folder_without_a_log_is_refused(tmp_path):
     with raises("not-found"):
         read_requests(tmp_path)
@@ -373,7 +390,8 @@ def test_excluded_queries_are_left_out(pool, tmp_path):
     out = tmp_path / "first"
     succeeds("queries", "--from-log", tmp_path / "log", f"pool={pool}", f"out={out}")
     ids = {query.text: query.query_id for query in read_queries(out)}
-    write_jsonl(tmp_path / "exclude.jsonl", [{"query_id": ids["split pdf"]}])
+    rows = [{"query_id": ["no id"]}, {"query_id": ids["split pdf"]}]
+    write_jsonl(tmp_path / "exclude.jsonl", rows)
 
     verdicts, dropped = learn(pool, exclude=tmp_path / "exclude.jsonl")
 

@@ -11,6 +11,7 @@ from benchmark_folders import write_ours, write_pool
 from faults import raises
 from skilltrain.config import validate
 from skilltrain.evaluation.evaluate import Evaluate
+from skilltrain.metrics.verdicts import read_pair_verdicts
 from skilltrain.records import Skill
 from skilltrain.texts import spreadsheet_cell, text_of_cell
 
@@ -121,6 +122,11 @@ def test_readers_may_share_no_pair(folder: Path):
 
     assert "1 of 3 queries have any" in notes
     assert "kappa" not in notes
+
+
+def test_folder_is_no_sheet(folder: Path):
+    with raises("special-file"):
+        read_pair_verdicts([folder])
 
 
 @pytest.mark.parametrize(

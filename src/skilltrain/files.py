@@ -42,10 +42,12 @@ def atomic_path(path: Path) -> Iterator[Path]:
         path: The file to write. Missing parent folders are created.
 
     Raises:
-        SkilltrainError: The file cannot be written.
+        SkilltrainError: The file cannot be written, or `path` is a folder, a pipe or a device.
     """
     temporary: Path | None = None
     try:
+        # The rename would replace a device such as /dev/null by the file.
+        check_regular(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         # Only a file in the same folder can be renamed to `path` in one step.
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".partial", dir=path.parent)
@@ -196,20 +198,22 @@ def path_inside(folder: Path, name: str, where: object) -> Path:
         where: The file that the name was read from, for the error.
 
     Raises:
-        SkilltrainError: The path leaves `folder`.
+        SkilltrainError: The path leaves `folder`, or is no path because it holds a NUL.
     """
     path = folder / name
-    if not path.resolve().is_relative_to(folder.resolve()):
-        raise SkilltrainError(
-            "path-outside-folder", f"the path {name!r} leaves its folder", where=where
-        )
+    if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
+        problem = f"the path {name!r} leaves its folder, or is no path"
+        raise SkilltrainError("path-outside-folder", problem, where=where)
     return path
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, atomically."""
+    """Write `text` as UTF-8, atomically. A lone surrogate becomes `\\udXXX`, as JSON escapes it.
+
+    Python has a lone surrogate for each byte of a path that is no UTF-8.
+    """
     with atomic_path(path) as temporary:
-        temporary.write_text(text, encoding="utf-8")
+        temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -228,21 +232,26 @@ def check_regular(path: Path) -> None:
         raise SkilltrainError("special-file", "is not a regular file", where=path)
 
 
+def check_file(path: Path) -> None:
+    """Raise SkilltrainError if a file is missing, or is no regular file."""
+    check_regular(path)
+    if not path.exists():
+        raise SkilltrainError("not-found", "no such file", where=path)
+
+
 def read_json(path: Path) -> Any:
     """Return the value in a JSON file.
 
     Raises:
         SkilltrainError: The file is missing or is not JSON, or a key appears twice in an object.
     """
-    check_regular(path)
+    check_file(path)
     try:
         # The encoding "utf-8-sig" skips a byte order mark, which some editors write.
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
     except SkilltrainError as error:
         # `_unique_keys` does not know the path.
         raise SkilltrainError(error.code, error.problem, where=path) from error
-    except FileNotFoundError as error:
-        raise SkilltrainError("not-found", "no such file", where=path) from error
     except (OSError, ValueError, RecursionError) as error:
         raise SkilltrainError("not-json", f"is not JSON: {reason_of(error)}", where=path) from error
 
@@ -276,13 +285,11 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         SkilltrainError: The file is missing, or a line is not a JSON object.
     """
-    check_regular(path)
+    check_file(path)
     number = 0  # the line that the error names: the broken line, or the last one before it
     try:
         for number, line in numbered_lines(path):
             yield f"{path}, line {number}", json_object(line)
-    except FileNotFoundError as error:
-        raise SkilltrainError("not-found", "no such file", where=path) from error
     except LINE_ERRORS as error:
         raise SkilltrainError(
             "not-json", f"is not JSON Lines: {reason_of(error)}", where=f"{path}, line {number}"
@@ -306,7 +313,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     from pyarrow import csv, parquet
 
-    check_regular(path)
+    check_file(path)
     kind = path.suffix.lower()
     # Every .gz file is read as .jsonl.gz, because no other format is compressed here.
     if kind in (".jsonl", ".gz"):
@@ -332,7 +339,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             problem = "cannot tell what this file is"
             fix = "give a .jsonl, .jsonl.gz, .parquet or .csv file"
             raise SkilltrainError("unknown-format", problem, where=path, fix=fix)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = f"cannot be read as {kind[1:]}: {reason_of(error)}"
         code = "unreadable-file"
         if kind == ".parquet":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
 from skilltrain.config import Config, load_recipe, parse_yaml, removed_advice, validate
 from skilltrain.errors import SkilltrainError
-from skilltrain.files import write_text
+from skilltrain.files import check_regular, write_text
 from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
 from skilltrain.terminal import say
 
@@ -430,7 +430,9 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     for original in files:
         copy = folder / original.relative_to(SHIPPED_RECIPES.resolve())
         text = original.read_text(encoding="utf-8")
-        if copy.exists() and copy.read_text(encoding="utf-8") != text:
+        check_regular(copy)
+        # The file there may be binary. Then `errors` replaces its bytes, and the texts differ.
+        if copy.exists() and copy.read_text(encoding="utf-8", errors="replace") != text:
             fix = "name another folder, or move this file"
             raise SkilltrainError("output-exists", "is another file", where=copy, fix=fix)
         texts_by_copy[copy] = text

@@ -119,12 +119,19 @@ def _message(error: BaseException) -> str:
         return "memory ran out (close other programs, or lower token_budget, max_tokens or workers)"
     if isinstance(error, OSError):
         reason = reason_of(error)
-        return f"{error.filename}: {reason}" if error.filename else reason
+        # A longer path would hide the reason.
+        return f"{str(error.filename)[:300]}: {reason}" if error.filename else reason
     if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
         return "another process of this run has ended (see its error; --resume continues the run)"
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         # Path.expanduser raised it.
         return "there is no home folder, which ~ stands for (set HOME)"
+    if "Symlink loop" in str(error):
+        # Path.resolve raised it.
+        return f"{error} (give a folder that is no link to itself)"
+    if isinstance(error, UnicodeEncodeError):
+        # Python has surrogates for such bytes, which no table and no path of Arrow can hold.
+        return "the name of a file or folder has bytes that are no UTF-8 (rename it)"
     name = type(error).__name__
     return f"{name}: {error} (unexpected: add --debug to see where it happened)"
 

@@ -18,6 +18,7 @@ from skilltrain.stage import (
     list_recipes,
     schema_of,
 )
+from skilltrain.texts import visible
 
 # Files that recipes name, and that an installed package does not have.
 _REPOSITORY_FILE = re.compile(r"\b(?:data_pipelines|examples|launch)/[\w./-]*\w")
@@ -52,7 +53,8 @@ def list_shipped(
         # The first fact is the recipe's stage. Without a given stage, all recipes are listed.
         if stage in (None, recipe.facts[0]):
             name = recipe.path.relative_to(folder).with_suffix("").as_posix()
-            typer.echo(f"{name}  {'  '.join(recipe.facts)}\n    {recipe.about}")
+            # Names and comments of a stranger's recipes may hold codes that control a terminal.
+            typer.echo(visible(f"{name}  {'  '.join(recipe.facts)}\n    {recipe.about}"))
 
 
 @_recipes.command("copy", cls=ExampleCommand)

@@ -242,7 +242,7 @@ OptionalLine = Annotated[str | None, BeforeValidator(_optional_line)]
 class Entry(BaseModel, frozen=True):
     """A judged skill in a row of a query file."""
 
-    skill_id: Annotated[StrictStr, AfterValidator(one_line)]
+    skill_id: Annotated[StrictStr, AfterValidator(clean_text), AfterValidator(one_line)]
     reason: OptionalLine = None
     why: OptionalLine = None
     group: OptionalLine = None
@@ -304,7 +304,7 @@ class _QueryReader:
 
         # `read_jsonl` yields pairs of a position and a row.
         excluded = read_jsonl(config.exclude) if config.exclude else ()
-        self._excluded_ids = {row.get("query_id") for _, row in excluded}
+        self._excluded_ids = {_optional_line(row.get("query_id")) for _, row in excluded}
         # Number of queries by session of the log.
         self._num_by_session = Counter[str | None]()
 
@@ -524,7 +524,8 @@ class _QueryReader:
 
     def _drop(self, query: Query, skill_id: str, code: str, reason: str) -> None:
         """Record why a judgement is left out, or with `_NO_SKILL` why the whole query is."""
-        self.dropped.append(Dropped(query.query_id, skill_id, code, reason))
+        # The reason names a file, whose name may hold bytes that no table stores.
+        self.dropped.append(Dropped(query.query_id, skill_id, code, clean_text(reason)))
 
 
 def _validate_row(values: dict[str, Any], where: str) -> QueryRow:

@@ -9,7 +9,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_records
 from skilltrain.metrics.benchmarks.qrels import beir_tasks, read_beir_queries
 from skilltrain.records import Verdict
-from skilltrain.texts import clean_text
+from skilltrain.texts import clean_text, shorten
 
 # Our name of each split of BEIR and MTEB. Queries of other splits get no split here.
 _SPLITS = {"train": "train", "dev": "dev", "validation": "dev", "test": "test"}
@@ -81,7 +81,7 @@ def read_texts(source: Any) -> dict[str, dict[str, Verdict]]:
         # The query and the positive are not missing or blank. The difference is the columns that
         # the longest row lacks.
         if len(texts) < 2 or not all(texts[:2]) or row.keys() - {*columns}:
-            problem = f"is no row of texts: {', '.join(map(str, row))}"
+            problem = f"is no row of texts: {shorten(', '.join(map(str, row)), 200)}"
             fix = "the columns are a query, a positive and perhaps negatives, all of them texts"
             raise SkilltrainError("invalid-row", problem, where=where, fix=fix)
 

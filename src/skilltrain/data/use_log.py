@@ -42,7 +42,7 @@ from pydantic import Field
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.screening.secret_keys import likely_secrets
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import json_object, numbered_lines
+from skilltrain.files import LINE_ERRORS, check_file, json_object, numbered_lines
 from skilltrain.metrics.benchmarks.rows import Row, parse_row
 from skilltrain.records import Ranking
 from skilltrain.terminal import say
@@ -266,16 +266,22 @@ def read_requests(folder: Path) -> list[LoggedRequest]:
 
 def _read_events(file: Path) -> Iterator[tuple[str, _Event]]:
     """Yield the place and the content of each line. A torn last line is left out."""
-    for number, line in numbered_lines(file):
-        where = f"{file}, line {number}"
-        try:
-            values = json_object(line)
-        except ValueError as error:
-            # A killed process may leave half a line, which has no line break.
-            if not line.endswith(b"\n"):
-                return
-            raise SkilltrainError("not-json", "is not JSON Lines", where=where) from error
-        yield where, parse_row(_Event, values, where)
+    check_file(file)
+    where = str(file)
+    try:
+        for number, line in numbered_lines(file):
+            where = f"{file}, line {number}"
+            try:
+                values = json_object(line)
+            except ValueError:
+                # A killed process may leave half a line, which has no line break.
+                if not line.endswith(b"\n"):
+                    return
+                raise
+            yield where, parse_row(_Event, values, where)
+    except LINE_ERRORS as error:
+        problem = f"is not JSON Lines: {reason_of(error)}"
+        raise SkilltrainError("not-json", problem, where=where) from error
 
 
 def _add_load(load: _Event, requests: Sequence[LoggedRequest]) -> None:

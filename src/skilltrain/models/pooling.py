@@ -209,7 +209,8 @@ def load_projections(folder: Path, model_config: Any) -> list[Any]:
     modules = read_json(file) if file.is_file() else []
     paths = [module["path"] for module in modules if module["type"].endswith(".Dense")]
     # The checkpoints of ColBERT's authors hold the layer beside the transformer's weights.
-    is_colbert = "HF_ColBERT" in (model_config.architectures or ())
+    # The value is a list of names. A damaged config.json may hold anything else.
+    is_colbert = "HF_ColBERT" in str(model_config.architectures)
     if not paths and not is_colbert:
         return []
 

@@ -265,7 +265,8 @@ def load_reranker(
         stored = loading.stored_settings(folder, "reranker")
 
     model_config = loading.load_model_config(folder, runs_code)
-    is_causal = any("CausalLM" in name for name in model_config.architectures or [])
+    # The value is a list of names. A damaged config.json may hold anything else.
+    is_causal = "CausalLM" in str(model_config.architectures)
     settings = _settings(config, stored, is_causal, folder)  # checks the template's form
     tokenizer = loading.load_tokenizer(folder, runs_code)
     settings = _reduce_limits(settings, tokenizer, model_config, config.source)

@@ -24,6 +24,7 @@ from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.metrics.slices import means_of
 
 MAIN_MEASURE = "Pass@1"  # the measure by which conditions are compared
+_MAX_AMOUNT = 1e12  # of steps or dollars; a sum of larger values could exceed all numbers
 
 
 class Trial(Config, extra="ignore"):
@@ -43,8 +44,8 @@ class Trial(Config, extra="ignore"):
     passed: bool = Field(strict=True)
     used: bool | tuple[str, ...] | None = None
     retrieved: tuple[str, ...] | None = None
-    steps: float | None = Field(default=None, ge=0)
-    cost: float | None = Field(default=None, ge=0)
+    steps: float | None = Field(default=None, ge=0, le=_MAX_AMOUNT)
+    cost: float | None = Field(default=None, ge=0, le=_MAX_AMOUNT)
 
 
 class ExcludedTask(Config, extra="ignore"):

@@ -25,6 +25,7 @@ from skilltrain.texts import printable
 
 NAMES_FILE = "provisioned.json"
 _MAX_NAME = 64  # longest skill name that agents accept, in characters
+_MAX_NAME_BYTES = 240  # longest file name, in bytes of UTF-8; file systems allow 255
 
 Flagged = Literal["leave_out", "use"]
 
@@ -133,7 +134,9 @@ def free_name(text: str, folder: Path) -> str:
     plain = unicodedata.normalize("NFKC", text).lower()
     # The cut to the longest name can leave a dash at the end. A text without any letter or digit
     # gets the name "skill".
-    name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME].strip("-") or "skill"
+    name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME]
+    # A letter has up to four bytes. `ignore` leaves out a letter of which the cut leaves a part.
+    name = name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore").strip("-") or "skill"
     candidate = name
     number = 1
     while (folder / candidate).exists():
