@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Literal
 
 from skilltrain.data.imperatives import (
@@ -93,10 +93,10 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
 
 
 def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
-    """Return the passages of a skill in random order. The kinds of passages take turns.
+    """Return the clear passages of a skill in random order, the clearest first.
 
-    A kind says where a passage stands, such as "quote" or "description". With turns, a kind with
-    many passages does not crowd out the others.
+    Passages that are equally clear take turns by kind. A kind says where a passage stands, such as
+    "quote" or "description". With turns, a kind with many passages does not crowd out the others.
     """
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
     kinds: list[Kind] = ["quote", "use", "description", "feature"]
@@ -109,10 +109,10 @@ def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
-    # Each turn takes one passage of each kind, or None if a kind has no more passages.
-    shuffled: list[Passage] = []
-    for turn in zip_longest(*passages_by_kind.values()):
-        shuffled += [passage for passage in turn if passage is not None]
+    # Each turn takes one passage of each kind, or None if a kind has no more passages. The clearest
+    # passages come first.
+    turns = zip_longest(*passages_by_kind.values())
+    shuffled = filter(None, chain.from_iterable(turns))
     return sorted(shuffled, key=lambda passage: -_clarity(passage, skill))
 
 
@@ -149,26 +149,22 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
         if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
 
-        # The heading and the introduction tell what the line is about.
-        context = f"{heading} {list_intro}"
-        kind: Kind = "feature"
-        passages: list[Passage] = []
-        if pattern("when_to_use").search(context):
-            kind = "use"
-            passages = list(passages_of(line, skill.name, is_about_use=True))
-        elif awaits_overview or pattern("features").search(context):
-            passages = list(passages_of(line, skill.name))
+        is_overview = awaits_overview
         if line.strip():
             awaits_overview = False
-
+        # The heading and the introduction tell what the line is about.
+        context = f"{heading} {list_intro}"
         # Skip a line that says what the skill does not do.
         if pattern("negated").search(f"{context} {line}"):
             continue
-        if kind == "use":
+        if pattern("when_to_use").search(context):
+            for passage in passages_of(line, skill.name, is_about_use=True):
+                yield "use", passage
             for passage in _quotations(line, skill.name):
                 yield "quote", passage
-        for passage in passages:
-            yield kind, passage
+        elif is_overview or pattern("features").search(context):
+            for passage in passages_of(line, skill.name):
+                yield "feature", passage
 
 
 def _clarity(passage: Passage, skill: Skill) -> int:
@@ -179,21 +175,19 @@ def _clarity(passage: Passage, skill: Skill) -> int:
     Returns:
         A number from 0 to 4. It is 0 too if the request is about another topic than the skill.
     """
-    request = passage.request
     # Leave out the first word, which is the verb. A Chinese text without spaces has no other word,
     # so that a Chinese request must hold a name in Latin letters.
-    stems = _stems(request.partition(" ")[2])
+    stems = _stems(passage.request.partition(" ")[2])
     if stems.isdisjoint(_stems(f"{skill.name} {skill.description}")):
         return 0
-    other_description = skill.description.replace(passage.text, "")
-    is_purpose = passage.text in sentences_of(skill.description)[0]
+    first_sentence = sentences_of(skill.description)[0]
     signs = [
         # A name, such as "PDF" or "config.json"
-        pattern("named_thing").search(request) is not None,
+        pattern("named_thing").search(passage.request) is not None,
         not stems.isdisjoint(_stems(skill.name)),
-        len(stems & _stems(other_description)) >= _MIN_SHARED_WORDS,
+        len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
         # The first sentence says what the skill is for. A long one is seldom vague.
-        is_purpose and num_words(request) >= _MIN_PURPOSE_WORDS,
+        passage.text in first_sentence and num_words(passage.request) >= _MIN_PURPOSE_WORDS,
     ]
     return sum(signs)
 
