@@ -175,9 +175,8 @@ def _clarity(passage: Passage, skill: Skill) -> int:
     Returns:
         A number from 0 to 4. It is 0 too if the request is about another topic than the skill.
     """
-    # Leave out the first word, which is the verb. A Chinese text without spaces has no other word,
-    # so that a Chinese request must hold a name in Latin letters.
-    stems = _stems(passage.request.partition(" ")[2])
+    # Leave out the verb: the first word, or the first two characters of a text without spaces.
+    stems = _stems(passage.request.partition(" ")[2] or passage.request[2:])
     if stems.isdisjoint(_stems(f"{skill.name} {skill.description}")):
         return 0
     first_sentence = sentences_of(skill.description)[0]
