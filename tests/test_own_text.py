@@ -36,7 +36,7 @@ DESCRIPTION = "Files scanned invoices and orders of one office. Use when paper p
 INVOICES = Skill("s1", "invoice-sorter", DESCRIPTION, BODY)
 BODY_ZH = """# 发票整理
 ## 使用场景
-- 当用户需要整理扫描的发票和收据时
+- 当用户需要整理扫描的 PDF 发票时
 ## 工作流程
 读取配置文件，然后再运行脚本。
 """
@@ -82,6 +82,15 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Generate the answer before the",  # cut off
         "Get more of it below in this file.",
         "Design tokens, global styles and page templates",  # nouns
+        "Read the log of a run and leaves a list of faults.",  # mixed forms
+        "WHERE clauses, ORDER BY clauses and date literals",
+        "Release planning & coordination with all teams",
+        "Add the recipe to any list of a user.",  # claims about the tool
+        "Test an agent against attacks across 14 categories.",
+        "Sort the invoices, pay the bills, send the letters, and write the minutes",
+        "该平台的命令行工具",
+        "修复了三个可能导致死锁的问题。",
+        "查询公司余额或监控股票交易状态。",
         "Triggers: find pain points, search the market, get new ideas",
         "Investigar dominios desconocidos con mapeo barato.",
         "获取新客户的成本是保留现有客户的五倍。",
@@ -156,11 +165,10 @@ def test_passages_become_queries():
 
     assert set(queries) == {
         "Sort scanned invoices by supplier and month",
-        "Which supplier overcharged us last quarter?",
         "Match invoices with purchase orders automatically",
         "Rename scanned invoices after my suppliers",
     }
-    for passage in ("by supplier and month", "overcharged", "purchase orders", "renames"):
+    for passage in ("by supplier and month", "purchase orders", "renames"):
         assert passage in BODY
         assert passage not in remainder.body
     assert "secret_folder" in remainder.body
@@ -169,13 +177,13 @@ def test_passages_become_queries():
 
 
 def test_chinese_passages_become_queries():
-    description = "按月份和供应商存放纸质文件。"
+    description = "按月份和供应商存放纸质发票。"
 
     queries, remainder = own_queries(Skill("s1", "发票助手", description, BODY_ZH), 9, 0)
 
-    assert queries == ["整理扫描的发票和收据"]
+    assert queries == ["整理扫描的 PDF 发票"]
     assert remainder.description == description
-    assert "收据" not in remainder.body
+    assert "PDF" not in remainder.body
 
 
 def test_description_keeps_saying_what_skill_does():
@@ -187,10 +195,51 @@ def test_description_keeps_saying_what_skill_does():
     assert (queries, remainder) == ([], skill)
 
 
+@pytest.mark.parametrize(
+    ("feature", "num_queries"),
+    [
+        ("Combine results from multiple old runs", 0),  # nothing specific, and no word of the name
+        ("Combine PDF results from multiple old runs", 1),  # a name
+        ("Combine results of multiple ledger runs", 1),  # a word of the skill's name
+        ("Combine results of banks for an audit", 1),  # three words of the description
+        ("Repair DVD players of an old type", 0),  # another topic
+    ],
+)
+def test_only_clear_features_become_queries(feature: str, num_queries: int):
+    description = "Results that banks publish. Combine sums for an audit."
+    skill = Skill("s1", "ledger-keeper", description, f"## Features\n- {feature}\n")
+
+    queries, _ = own_queries(skill, 3, 0)
+
+    assert queries.count(feature) == num_queries
+
+
+def test_long_first_sentence_becomes_query():
+    description = (
+        "List prices of old stamps by country and year. Returns the average of ten auctions."
+    )
+
+    queries, _ = own_queries(Skill("s1", "philately", description, ""), 1, 0)
+
+    assert queries == ["List prices of old stamps by country and year"]
+
+
+def test_clearest_passages_become_queries():
+    description = "Keep track of all invoices. Sort invoices by month."
+    body = (
+        "## Features\n- Find invoices in PDF files of suppliers\n- Sort all invoices into boxes\n"
+    )
+
+    queries, _ = own_queries(Skill("s1", "invoice-sorter", description, body), 3, 0)
+
+    assert queries
+    assert all("PDF" in query for query in queries)
+
+
 def test_any_verb_says_what_skill_is_for():
     description = "List prices of old stamps by country. Returns the average of ten auctions."
 
-    queries, remainder = own_queries(Skill("s1", "philately", description, ""), 1, 0)
+    queries, remainder = own_queries(Skill("s1", "stamp-dealer", description, ""), 1, 0)
 
     assert len(queries) == 1
     assert remainder.description == "Returns the average of ten auctions."
@@ -212,7 +261,9 @@ def test_repeats_of_passage_are_removed():
 
 def test_first_paragraph_replaces_masked_description():
     paragraph = "A command line program that cuts long recordings and cleans their sound."
-    skill = Skill("s1", "wave", "Remove noise from speech recordings.", f"# Wave\n\n{paragraph}")
+    skill = Skill(
+        "s1", "denoise-speech", "Remove noise from speech recordings.", f"# Wave\n\n{paragraph}"
+    )
 
     queries, remainder = own_queries(skill, 2, 0)
 
@@ -243,7 +294,7 @@ def test_real_skills_give_queries():
             assert not names_skill(query, skill.name)
             assert query not in f"{remainder.description}\n{remainder.body}"
 
-    assert num_with_query >= 0.6 * len(skills)
+    assert num_with_query >= 0.5 * len(skills)
 
 
 @given(st.text(max_size=300), st.text(max_size=20))

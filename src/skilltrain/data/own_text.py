@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import zip_longest
+from itertools import chain, zip_longest
 from typing import Literal
 
 from skilltrain.data.imperatives import (
@@ -31,7 +31,9 @@ from skilltrain.texts import num_words, one_line, words_of
 Kind = Literal["quote", "use", "description", "feature"]
 
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
-_MIN_CLEAR_WORDS = 6  # of a feature that is seldom vague
+_STEM_CHARS = 5  # at the start of a word
+_MIN_SHARED_WORDS = 3  # of a request and the rest of the description
+_MIN_PURPOSE_WORDS = 8  # of a first sentence that is seldom vague
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -62,12 +64,15 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     passages = _shuffled_passages(skill, seed)
     chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
     description = skill.description
+    clarity = 0  # of the last chosen passage
     for passage in passages:
-        if len(chosen) == count:
+        # A less clear passage becomes a query only where no clear passage can.
+        if len(chosen) == count or _clarity(passage, skill) < clarity:
             break
         remaining_description = _without_passage(description, passage, skill)
         if _says_purpose(remaining_description, skill):
             chosen.setdefault(passage.request.casefold(), passage)
+            clarity = _clarity(passage, skill)
             description = remaining_description
     # Remove the chosen passages from the body too, with clauses that repeat their requests.
     if chosen:
@@ -88,25 +93,27 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
 
 
 def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
-    """Return the passages of a skill in random order. The kinds of passages take turns.
+    """Return the clear passages of a skill in random order, the clearest first.
 
-    A kind says where a passage stands, such as "quote" or "description". With turns, a kind with
-    many passages does not crowd out the others.
+    Passages that are equally clear take turns by kind. A kind says where a passage stands, such as
+    "quote" or "description". With turns, a kind with many passages does not crowd out the others.
     """
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
     kinds: list[Kind] = ["quote", "use", "description", "feature"]
     rng.shuffle(kinds)
     passages_by_kind: dict[Kind, list[Passage]] = {kind: [] for kind in kinds}
     for kind, passage in [*_header_passages(skill), *_body_passages(skill)]:
-        passages_by_kind[kind].append(passage)
+        # A quoted request of a user need not be specific.
+        if kind == "quote" or _clarity(passage, skill) > 0:
+            passages_by_kind[kind].append(passage)
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
-    # Each turn takes one passage of each kind, or None if a kind has no more passages.
-    shuffled: list[Passage] = []
-    for turn in zip_longest(*passages_by_kind.values()):
-        shuffled += [passage for passage in turn if passage is not None]
-    return shuffled
+    # Each turn takes one passage of each kind, or None if a kind has no more passages. The clearest
+    # passages come first.
+    turns = zip_longest(*passages_by_kind.values())
+    shuffled = filter(None, chain.from_iterable(turns))
+    return sorted(shuffled, key=lambda passage: -_clarity(passage, skill))
 
 
 def _header_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
@@ -142,46 +149,54 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
         if line.rstrip().endswith((":", "：", "…")):
             list_intro = line
 
-        # The heading and the introduction tell what the line is about.
-        context = f"{heading} {list_intro}"
-        kind: Kind = "feature"
-        passages: list[Passage] = []
-        if pattern("when_to_use").search(context):
-            kind = "use"
-            passages = list(passages_of(line, skill.name, is_about_use=True))
-        elif awaits_overview or pattern("features").search(context):
-            passages = list(passages_of(line, skill.name))
+        is_overview = awaits_overview
         if line.strip():
             awaits_overview = False
-
+        # The heading and the introduction tell what the line is about.
+        context = f"{heading} {list_intro}"
         # Skip a line that says what the skill does not do.
         if pattern("negated").search(f"{context} {line}"):
             continue
-        if kind == "use":
+        if pattern("when_to_use").search(context):
+            for passage in passages_of(line, skill.name, is_about_use=True):
+                yield "use", passage
             for passage in _quotations(line, skill.name):
                 yield "quote", passage
-        for passage in passages:
-            if _is_clear(passage.request, kind, skill):
-                yield kind, passage
+        elif is_overview or pattern("features").search(context):
+            for passage in passages_of(line, skill.name):
+                yield "feature", passage
 
 
-def _is_clear(request: str, kind: Kind, skill: Skill) -> bool:
-    """Return whether a request from the body can be understood alone.
+def _clarity(passage: Passage, skill: Skill) -> int:
+    """Count the signs that the request of a passage can be understood alone.
 
-    It must share words, besides the verb, with the name or the description: one word in a "when to
-    use" section or in a longer request, and otherwise two words.
+    "Combine results from multiple runs" has none of the signs.
 
-    Args:
-        request: The request.
-        kind: Kind of the passage that it was made from.
-        skill: The skill with this passage.
+    Returns:
+        A number from 0 to 4. It is 0 too if the request is about another topic than the skill.
     """
-    # Leave out the first word, which is the verb, and short words such as "the". Short words in
-    # other scripts count, because a Chinese word has few characters.
-    long_words = {word for word in words_of(request)[1:] if len(word) > 3 or not word.isascii()}
-    num_shared = len(long_words.intersection(words_of(f"{skill.name} {skill.description}")))
-    is_vague = kind != "use" and num_words(request) < _MIN_CLEAR_WORDS
-    return num_shared >= (2 if is_vague else 1)
+    # Leave out the verb: the first word, or the first two characters of a text without spaces.
+    stems = _stems(passage.request.partition(" ")[2] or passage.request[2:])
+    if stems.isdisjoint(_stems(f"{skill.name} {skill.description}")):
+        return 0
+    first_sentence = sentences_of(skill.description)[0]
+    signs = [
+        # A name, such as "PDF" or "config.json"
+        pattern("named_thing").search(passage.request) is not None,
+        not stems.isdisjoint(_stems(skill.name)),
+        len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
+        # The first sentence says what the skill is for. A long one is seldom vague.
+        passage.text in first_sentence and num_words(passage.request) >= _MIN_PURPOSE_WORDS,
+    ]
+    return sum(signs)
+
+
+def _stems(text: str) -> set[str]:
+    """Return the first letters of the long words of a text, by which "image" is like "images".
+
+    Short words in other scripts count, because a Chinese word has few characters.
+    """
+    return {word[:_STEM_CHARS] for word in words_of(text) if len(word) > 3 or not word.isascii()}
 
 
 def _quotations(text: str, name: str) -> Iterator[Passage]:
