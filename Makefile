@@ -23,13 +23,15 @@ help: ## this list
 
 install: $(INSTALLED) ## set up .venv with everything pinned in constraints.txt (once)
 
-# One install command for everything, so that torch is chosen together with what needs it. Registries hiccup: three tries.
+# One install command for everything, so that torch is chosen together with what needs it. The second one brings a package
+# whose tests need none of its dependencies. Registries hiccup: three tries.
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11, 4) and "skilltrain needs Python 3.11.4 or newer: make PYTHON=python3.11 install")'
 	@echo "Setting up $(VENV): 2.6 GB on disk, 2 to 5 minutes"
 	@$(PYTHON) -m venv $(VENV)
 	@for try in 1 2 3; do \
-	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve,onnx]'; then touch $@; exit 0; fi; \
+	  if $(PIP_INSTALL) -c constraints.txt -e '.[dev,quickstart,deepspeed,trackers,qlora,ray,serve,onnx]' && \
+	    $(PIP_INSTALL) -c constraints.txt --no-deps langchain-skill-router; then touch $@; exit 0; fi; \
 	  echo "installation failed (try $$try of 3)" >&2; sleep $$((5 * try)); \
 	done; exit 1
 
