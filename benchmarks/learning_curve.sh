@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Trains the encoder of `fit` on 25, 50, 100 and 330% of the requests of 1,146 skills, and measures
-# the encoder and the router over a pool of community skills. A step that is done is not run again.
+# the encoder and the router over a pool of community skills. Then measures the router of 1,146 skills
+# on 1,200 requests for other skills. A step that is done is not run again.
 #
 #   benchmarks/learning_curve.sh DATA OUT [BASE]
 #
@@ -45,3 +46,28 @@ for num_skills in 287 573 1146 3770; do
       out="$run/report_$(basename "$benchmark")"
   done
 done
+
+# Requests for other skills: 400 long ones, 400 written like tasks, and 400 terse ones.
+python - "$data/queries" "$out/requests/others.jsonl" <<'PYTHON'
+import json
+import random
+import sys
+from pathlib import Path
+
+folder, out = map(Path, sys.argv[1:])
+long = [json.loads(line) for line in (folder / "train_more.jsonl").open(encoding="utf-8")]
+terse = [json.loads(line) for line in (folder / "terse_train_more.jsonl").open(encoding="utf-8")]
+like_tasks = [request for request in long if request["origin"] == "llm-task"]
+others = [request for request in long if request["origin"] != "llm-task"]
+rng = random.Random(7)
+drawn = [rng.sample(requests, 400) for requests in (like_tasks, others, terse)]
+out.write_text("".join(json.dumps(request) + "\n" for kind in drawn for request in kind))
+PYTHON
+run="$out/1146" bm25="{kind: lexical}" dense="{kind: dense, source: $out/1146/encoder, cache: $out/vectors}"
+late="{kind: late, source: $run/encoder}" first="{kind: fuse, of: [$bm25, $dense], weights: [1, 0.5], keep: 20}"
+skilltrain queries files="[$out/requests/others.jsonl]" split=dev pool="$out/pool" out="$out/others"
+skilltrain evaluate pool="$out/pool" benchmark="$out/others" systems="[
+  {name: bm25, rankers: [$bm25]}, {name: encoder, rankers: [$dense]}, {name: bm25 + encoder, rankers: [$first]},
+  {name: 'router 1 : .5 : .5', rankers: [$first, {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 0.5]}]},
+  {name: 'router 1 : .5 : 1', rankers: [$first, {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 1]}]}]" \
+  out="$run/report_others"
