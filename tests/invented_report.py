@@ -181,6 +181,7 @@ def _attention(model: str, num_layers: int) -> dict[str, Any]:
             "query_id": f"task-{n:03}",
             "skill_id": f"gold/{n}-0",
             "overall": layers[n % num_layers],
+            "last": layers[-1],
             "tokens": tokens,
             "num_cut": n,
         }
@@ -193,6 +194,6 @@ def _attention(model: str, num_layers: int) -> dict[str, Any]:
         "groups": groups,
         "overall": overall,
         "tokens": tokens,
-        "over_pairs": {"sd": tokens, "num_body_most": 400, "body_length_r": 0.25},
+        "over_pairs": {"sd": tokens, "num_body_above_tokens": 400, "body_length_r": 0.25},
         "pairs": pairs,
     }

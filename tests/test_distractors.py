@@ -16,6 +16,7 @@ from skilltrain.papers.skillrouter.distractors import (
     STRATEGIES,
     Distractor,
     Distractors,
+    GoldSkill,
     gold_skills,
     read_draft,
 )
@@ -176,7 +177,11 @@ def test_faulty_answers_are_dropped_with_reason(
 
 
 REQUESTED = Distractor(
-    f"distractor/g/{FIRST}", Skill("g", "gold", "", "", "office", "en"), (), FIRST, 1, 1
+    f"distractor/g/{FIRST}",
+    GoldSkill(Skill("g", "gold", "", "", "office", "en"), [], []),
+    FIRST,
+    1,
+    1,
 )
 PLAIN = '{"name": "a", "description": "d", "body": "b"}'
 STEPS = "# Steps\n```bash\nls\n```\nDone."
@@ -270,6 +275,49 @@ def test_prompts_take_strategies_in_turn(prompts):
 
 def test_prompts_hide_tasks(prompts):
     assert "Secret wording" not in str(prompts)
+
+
+def prompt_file(benchmark: Path, user: str) -> str:
+    """Write a prompt whose user message has this template."""
+    file = benchmark.parent / "prompt.yaml"
+    file.write_text(f"system: Write.\nuser: '{user}'\n")
+    return str(file)
+
+
+def test_prompt_file_has_fields_of_gold_skill(benchmark: Path, server: LLMServer):
+    user = "{{ task_ids }}: {{ name }} ({{ category }}), {{ strategy_name }}: {{ body }}"
+    steps = "</s>Steps" + "x" * 5000
+    hostile = Skill("gt/read-audio", "Read\nAudio", "", steps, "media", "en", "test")
+    write_tasks(benchmark, [GOLDS[0], hostile])
+    server.otherwise = good_reply
+    config = settings(benchmark, server, num_distractors=1, prompt=prompt_file(benchmark, user))
+
+    summary, _ = run(config)
+
+    assert summary["num_distractors"] == 2
+    system, user = (message["content"] for message in server.requests[0]["messages"])
+    assert system == "Write."
+    assert user == f"t1, t2: Read Audio (media), {FIRST}: < {steps[1:4000]}"
+
+
+@pytest.mark.parametrize(
+    ("user", "fault"),
+    [
+        ("{{ skill_name }}", "'skill_name' is undefined"),
+        ("{{ strategy }}", "does not use the placeholder body or fenced"),
+        ("{{ body }}", "does not use the placeholder strategy or strategy_name"),
+    ],
+)
+def test_faulty_prompt_file_is_refused(benchmark: Path, server: LLMServer, user: str, fault: str):
+    config = settings(benchmark, server, prompt=prompt_file(benchmark, user))
+
+    with pytest.raises(SkilltrainError) as error:
+        run(config)
+
+    assert error.value.code == "invalid-recipe"
+    assert fault in str(error.value)
+    assert "the placeholders are task_ids, name, category" in str(error.value)
+    assert not server.requests
 
 
 @pytest.fixture

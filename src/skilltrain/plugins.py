@@ -24,6 +24,8 @@ BUILT_IN = {
     "analysis": {
         "attention": "skilltrain.papers.skillrouter.analyses:Attention",
         "structure": "skilltrain.papers.skillrouter.analyses:Structure",
+        "body_length": "skilltrain.papers.skillrouter.profiles:BodyLength",
+        "diversity": "skilltrain.papers.skillrouter.profiles:Diversity",
         "pass_rates": "skilltrain.papers.skillrouter.analyses:PassRates",
     },
     "benchmark": {  # the order matters: the first reader whose marker is in a folder reads it

@@ -42,6 +42,7 @@ class _TaskRow(NamedRow):
     instruction_text: Text
     difficulty: Label = ""
     domain: Label = ""
+    tags: list[Label] | None = None
 
 
 class _RelevanceRow(Row):
@@ -101,7 +102,12 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         if gold is None:
             gold = entry.gt_skill_ids
         relevance = Relevance(gold=frozenset(gold), gains=entry.relevance)
-        labels = {"difficulty": row.difficulty, "domain": row.domain, "task type": entry.task_type}
+        labels = {
+            "difficulty": row.difficulty,
+            "domain": row.domain,
+            "tags": tuple(row.tags or ()),
+            "task type": entry.task_type,
+        }
         query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
         tasks.append(task_of(query, relevance, labels, file))
 

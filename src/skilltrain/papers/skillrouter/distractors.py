@@ -2,30 +2,32 @@
 
 In the paper, GPT-4o-mini writes 780 skills that resemble gold skills and are functionally distinct.
 This stage writes a table that is one more source for the stage `pool`: Hard = Easy + distractors.
-Three things differ from the paper on purpose:
+A request asks for one distractor, so that only a failed one is asked for again. The prompt is our
+own, and a file may replace it. Ours differs from the paper's on purpose:
 
-- A request asks for one distractor, so that only a failed one is asked for again.
-- The prompt also forbids the other gold skills of the same tasks: they often solve the "different
-  problem of the same domain".
-- No query is shown, so that the benchmark's words do not leak into the pool.
+- It also forbids the other gold skills of the same tasks: they often solve the "different problem
+  of the same domain".
+- It shows neither queries nor ids of tasks, so that the benchmark's words do not leak into the
+  pool.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Annotated, Final, Literal, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from skilltrain.config import InputPath, Seed
 from skilltrain.data.contamination import open_benchmarks
-from skilltrain.data.llm_stage import PROMPTS, Line, ask, questions_of, render_prompt
+from skilltrain.data.llm_stage import PROMPTS, Line, ask, load_prompt, questions_of
 from skilltrain.data.near_duplicates import Trigrams, jaccard, word_trigrams
 from skilltrain.data.pool.skill_file import split_header
 from skilltrain.llm import AnswerError, LLMConfig, Questions, estimate_cost, read_object
-from skilltrain.llm.untrusted import untrusted_line, untrusted_skill
+from skilltrain.llm.prompt_files import check_prompt, render_messages
+from skilltrain.llm.untrusted import fenced, untrusted_line, untrusted_skill, untrusted_text
 from skilltrain.records import Skill, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, write_table
@@ -40,6 +42,7 @@ MAX_JACCARD: Final = 0.6
 # other scripts take more.
 NUM_TOKENS: Final = math.ceil(ASKED_WORDS[1] * 1.6) + 100
 _MAX_SIBLINGS = 12  # siblings that the model sees
+_DESCRIPTION_CHARS = 500  # characters of the gold skill's description that the model sees
 _BODY_CHARS = 4000  # characters of the gold skill's body that the model sees
 
 
@@ -59,6 +62,11 @@ class Distractors(Stage):
     )
     llm: LLMConfig = Field(
         description="chat model that writes; needs a long llm.max_tokens, such as 3000"
+    )
+    prompt: InputPath | None = Field(
+        default=None,
+        description="YAML file with the keys system and user, such as the paper's prompt, and "
+        "{{ body }} and {{ strategy_name }} in them; null: our prompt",
     )
     num_distractors: int = Field(
         default=3,
@@ -104,19 +112,30 @@ class Distractors(Stage):
         return _counts(questions) | estimate_cost(questions)
 
 
+class GoldSkill(NamedTuple):
+    """A skill that queries of the benchmark need.
+
+    Attributes:
+        siblings: The other gold skills of these queries.
+        task_ids: Ids of these queries.
+    """
+
+    skill: Skill
+    siblings: list[Skill]
+    task_ids: list[str]
+
+
 class Distractor(NamedTuple):
     """A distractor to be written.
 
     Attributes:
-        siblings: The other gold skills of the queries that need the gold skill.
         number: Number among the gold skill's distractors of the same strategy, from 1.
         total: Number of the gold skill's distractors of the same strategy.
         query_id: For `questions_of`, which needs it; empty, because no query is shown.
     """
 
     skill_id: str
-    gold: Skill
-    siblings: tuple[Skill, ...]
+    gold: GoldSkill
     strategy: str
     number: int
     total: int
@@ -125,7 +144,7 @@ class Distractor(NamedTuple):
 
 def _counts(questions: Questions[Distractor, Skill]) -> dict[str, int]:
     """Count the gold skills, and the distractors that are asked for."""
-    num_golds = len({item.gold.skill_id for item in questions.items})
+    num_golds = len({item.gold.skill.skill_id for item in questions.items})
     return {"num_gold_skills": num_golds, "num_asked": len(questions.items)}
 
 
@@ -134,24 +153,25 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
 
     The distractors of a gold skill follow each other. All strategies take turns.
     """
+    texts = _prompt_texts(config)
     golds = gold_skills(config)
     # Names of the strategies for one gold skill. They repeat if more distractors are wanted.
     strategies = list(islice(cycle(STRATEGIES), config.num_distractors))
     totals = Counter(strategies)  # distractors of a gold skill, by strategy
     items = []
-    for gold, siblings in golds:
+    for gold in golds:
         num_by_strategy = Counter()
         for strategy in strategies:
             # The number of this distractor among those of the same strategy, from 1.
             num_by_strategy[strategy] += 1
             number = num_by_strategy[strategy]
-            skill_id = f"distractor/{gold.skill_id}/{strategy}"
+            skill_id = f"distractor/{gold.skill.skill_id}/{strategy}"
             if number > 1:
                 skill_id += f"-{number}"
-            items.append(Distractor(skill_id, gold, siblings, strategy, number, totals[strategy]))
+            items.append(Distractor(skill_id, gold, strategy, number, totals[strategy]))
 
     # Skills that a distractor must not copy.
-    gold_trigrams = [(gold, word_trigrams(gold.body)) for gold, _ in golds]
+    gold_trigrams = [(gold.skill, word_trigrams(gold.skill.body)) for gold in golds]
     distractor_trigrams = []  # of the distractors that are already accepted; `read` adds to them
 
     def read(item: Distractor, answer: str) -> Skill:
@@ -170,14 +190,18 @@ def _questions(config: Distractors) -> Questions[Distractor, Skill]:
         return skill
 
     return questions_of(
-        config.llm, items, _render, read, config.seed, NUM_TOKENS, "writing distractors"
+        config.llm,
+        items,
+        lambda item: render_messages(texts, _prompt_values(item)),
+        read,
+        config.seed,
+        NUM_TOKENS,
+        "writing distractors",
     )
 
 
-def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
-    """Return each gold skill with its siblings. Two gold skills are siblings if a query needs both.
-
-    A gold skill is a skill that a query of the benchmark needs.
+def gold_skills(config: Distractors) -> list[GoldSkill]:
+    """Return the skills that queries of the benchmark need, each with its siblings.
 
     Raises:
         SkilltrainError: A gold skill is neither in the benchmark's folder nor in the pool.
@@ -185,47 +209,71 @@ def gold_skills(config: Distractors) -> list[tuple[Skill, tuple[Skill, ...]]]:
     [benchmark] = open_benchmarks([config.benchmark], config.pool, need_golds=True)
     skills = {gold.skill_id: gold for gold in benchmark.golds}
 
-    # Collect the distinct siblings of each gold skill, in the order of the tasks.
-    siblings_by_gold: dict[str, list[Skill]] = {}  # the key is a skill id
+    golds: dict[str, GoldSkill] = {}  # by skill id, in the order of the tasks
     for task in benchmark.tasks:
-        golds = [skills[gold_id] for gold_id in sorted(task.relevance.gold)]  # of this task
-        for gold in golds:
-            siblings = siblings_by_gold.setdefault(gold.skill_id, [])
-            for other in golds:
-                if other != gold and other not in siblings:
-                    siblings.append(other)
-    return [(skills[gold_id], tuple(siblings)) for gold_id, siblings in siblings_by_gold.items()]
+        needed_skills = [skills[skill_id] for skill_id in sorted(task.relevance.gold)]
+        for skill in needed_skills:
+            gold = golds.setdefault(skill.skill_id, GoldSkill(skill, [], []))
+            gold.task_ids.append(task.query.query_id)
+            # Collect the distinct siblings. Two gold skills are siblings if a query needs both.
+            for other in needed_skills:
+                if other != skill and other not in gold.siblings:
+                    gold.siblings.append(other)
+    return list(golds.values())
 
 
-def _render(item: Distractor) -> tuple[str, str]:
-    """Render the prompt for a skill that resembles the gold skill and does something else.
+def _prompt_texts(config: Distractors) -> Mapping[str, Any]:
+    """Return our prompt, or that of the file, with the keys `system` and `user`.
 
-    Returns:
-        System message and user message.
+    Raises:
+        SkilltrainError: The file cannot be read, uses an unknown placeholder, or does not show the
+            gold skill's body or the strategy.
     """
-    # The texts of strangers. These functions keep a skill's text from looking like instructions.
+    if config.prompt is None:
+        return PROMPTS["distractor"]
+    texts = load_prompt(config.prompt)
+    gold = GoldSkill(Skill("", "", "", "(body)"), [], [])
+    values = _prompt_values(Distractor("", gold, next(iter(STRATEGIES)), 1, 2))
+    # The file needs only one of these two.
+    values |= dict.fromkeys(("strategy", "strategy_name"), "(strategy)")
+    # Without a strategy, all distractors of a gold skill would have the same prompt.
+    required = {"body or fenced": "(body)", "strategy or strategy_name": "(strategy)"}
+    check_prompt(texts, values, required, config.prompt)
+    return texts
+
+
+def _prompt_values(item: Distractor) -> dict[str, Any]:
+    """Return the value of each placeholder of the prompt.
+
+    Texts of strangers are cut, and cannot end a turn of the chat. Our prompt shows them as
+    `fenced`, between two marked lines.
+    """
     gold = item.gold
-    lines = [
-        f"Category: {untrusted_line(gold.category or 'none given')}",
-        untrusted_skill(gold, 500, _BODY_CHARS),
-        "Not these either:",
-    ]
+    skill = gold.skill
+    category = untrusted_line(skill.category or "none given")
+    siblings = []
     # A skill that does the same as a sibling would be a right answer for the same task.
-    for sibling in item.siblings[:_MAX_SIBLINGS]:
+    for sibling in gold.siblings[:_MAX_SIBLINGS]:
         description = untrusted_line(sibling.description, 160)
-        lines.append(f"- {untrusted_line(sibling.name)}: {description}")
-    if not item.siblings:
-        lines.append("(none)")
-    return render_prompt(
-        PROMPTS["distractor"],
-        "\n".join(lines),
-        strategy=STRATEGIES[item.strategy],
-        number=item.number,
-        total=item.total,
-        low=ASKED_WORDS[0],
-        high=ASKED_WORDS[1],
-        lang=gold.lang,
-    )
+        siblings.append(f"- {untrusted_line(sibling.name)}: {description}")
+    sibling_lines = "\n".join(siblings) or "(none)"
+    material = untrusted_skill(skill, _DESCRIPTION_CHARS, _BODY_CHARS)
+    return {
+        "task_ids": ", ".join(map(untrusted_line, gold.task_ids)),
+        "name": untrusted_line(skill.name),
+        "category": category,
+        "description": untrusted_line(skill.description, _DESCRIPTION_CHARS),
+        "body": untrusted_text(skill.body, _BODY_CHARS),
+        "siblings": sibling_lines,
+        "fenced": fenced(f"Category: {category}\n{material}\nNot these either:\n{sibling_lines}"),
+        "strategy": STRATEGIES[item.strategy],
+        "strategy_name": item.strategy,
+        "number": item.number,
+        "total": item.total,
+        "low": ASKED_WORDS[0],
+        "high": ASKED_WORDS[1],
+        "lang": skill.lang,
+    }
 
 
 class _Draft(BaseModel):
@@ -255,7 +303,7 @@ def read_draft(item: Distractor, answer: str, source: str) -> Skill:
         ValueError: The answer holds no usable object.
     """
     draft = read_object(answer, _Draft)
-    gold = item.gold
+    gold = item.gold.skill
     return Skill(
         item.skill_id, draft.name, draft.description, draft.body, gold.category, gold.lang, source
     )

@@ -41,7 +41,8 @@ def field_attention(
         - `groups`: share in the first quarter of the layers, the middle half and the last quarter.
         - `overall`, `tokens`: shares of attention over all layers, and of the skill's tokens.
         - `over_pairs`: how the shares differ between pairs (see `pair_statistics`).
-        - `pairs`: a dict for each pair, with its shares and the number of tokens cut away.
+        - `pairs`: a dict for each pair, with its shares over all layers (`overall`) and in the
+          last layer (`last`), its shares of tokens, and the number of tokens cut away.
 
     Raises:
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
@@ -69,6 +70,7 @@ def field_attention(
             body_lengths.append(int(in_field[:, _BODY].sum()))
             row = {"query_id": query.query_id, "skill_id": skill.skill_id, "num_cut": pair.num_cut}
             row["overall"] = _by_field(shares[-1].mean(0))
+            row["last"] = _by_field(shares[-1][-1])  # of this pair, in the last layer
             row["tokens"] = _by_field(token_shares[-1])
             rows.append(row)
 
@@ -76,7 +78,7 @@ def field_attention(
     # `means` has the keys `layers`, `groups` and `overall`.
     means = _layer_means(np.mean(shares, axis=0))
     tokens = _by_field(np.mean(token_shares, axis=0))
-    over_pairs = pair_statistics(np.mean(shares, axis=1), body_lengths)
+    over_pairs = pair_statistics(np.stack(shares), np.stack(token_shares), body_lengths)
     return {"model": model_name, **means, "tokens": tokens, "over_pairs": over_pairs, "pairs": rows}
 
 
@@ -93,27 +95,34 @@ def _check_scoring_position(reranker: Reranker) -> None:
 
 
 def pair_statistics(
-    shares: Float[np.ndarray, "pair field"], body_lengths: Sequence[int]
+    shares: Float[np.ndarray, "pair layer field"],
+    token_shares: Float[np.ndarray, "pair field"],
+    body_lengths: Sequence[int],
 ) -> dict[str, Any]:
-    """Return how the shares of attention differ between pairs.
+    """Return how the shares of attention differ between pairs (fourth version, appendix C).
+
+    A reranker that only follows length would give a field its share of the skill's tokens.
 
     Args:
-        shares: Share of each field in a pair, averaged over layers.
+        shares: Share of the attention to each field, in each pair and layer.
+        token_shares: Share of the skill's tokens in each field, in each pair.
         body_lengths: Length of the body in each pair, in tokens.
 
     Returns:
-        - `sd`: standard deviation of the share by field.
-        - `num_body_most`: number of pairs in which the body has the largest share.
-        - `body_length_r`: Pearson's correlation of the body's share with the body's length. None
-            if the share or the length is the same in all pairs.
+        - `sd`: standard deviation by field of the shares over all layers.
+        - `num_body_above_tokens`: number of pairs in which the last layer gives the body more than
+          the body's share of tokens. The paper reports 69 of 75.
+        - `body_length_r`: Pearson's correlation of the body's share in the last layer with the
+          body's length. None if the share or the length is the same in all pairs.
     """
-    body_shares = shares[:, _BODY]  # [pair]
+    last_body_shares = shares[:, -1, _BODY]  # [pair]
     # The correlation is only defined if both values vary. `ptp` is the maximum minus the minimum.
-    varies = np.ptp(body_shares) > 0 and np.ptp(body_lengths) > 0
+    varies = np.ptp(last_body_shares) > 0 and np.ptp(body_lengths) > 0
+    correlation = float(np.corrcoef(last_body_shares, body_lengths)[0, 1]) if varies else None
     return {
-        "sd": _by_field(shares.std(0)),
-        "num_body_most": int((shares.argmax(1) == _BODY).sum()),
-        "body_length_r": float(np.corrcoef(body_shares, body_lengths)[0, 1]) if varies else None,
+        "sd": _by_field(shares.mean(1).std(0)),
+        "num_body_above_tokens": int((last_body_shares > token_shares[:, _BODY]).sum()),
+        "body_length_r": correlation,
     }
 
 
