@@ -48,26 +48,27 @@ for num_skills in 287 573 1146 3770; do
 done
 
 # Requests for other skills: 400 long ones, 400 written like tasks, and 400 terse ones.
-python - "$data/queries" "$out/requests/others.jsonl" <<'PYTHON'
+python - "$data/queries" "$out/requests/other_skills.jsonl" <<'PYTHON'
 import json
 import random
 import sys
 from pathlib import Path
 
 folder, out = map(Path, sys.argv[1:])
-long = [json.loads(line) for line in (folder / "train_more.jsonl").open(encoding="utf-8")]
+all_long = [json.loads(line) for line in (folder / "train_more.jsonl").open(encoding="utf-8")]
 terse = [json.loads(line) for line in (folder / "terse_train_more.jsonl").open(encoding="utf-8")]
-like_tasks = [request for request in long if request["origin"] == "llm-task"]
-others = [request for request in long if request["origin"] != "llm-task"]
+task_like = [request for request in all_long if request["origin"] == "llm-task"]
+long = [request for request in all_long if request["origin"] != "llm-task"]
 rng = random.Random(7)
-drawn = [rng.sample(requests, 400) for requests in (like_tasks, others, terse)]
-out.write_text("".join(json.dumps(request) + "\n" for kind in drawn for request in kind))
+samples = [rng.sample(requests, 400) for requests in (task_like, long, terse)]
+out.write_text("".join(json.dumps(request) + "\n" for sample in samples for request in sample))
 PYTHON
-run="$out/1146" bm25="{kind: lexical}" dense="{kind: dense, source: $out/1146/encoder, cache: $out/vectors}"
-late="{kind: late, source: $run/encoder}" first="{kind: fuse, of: [$bm25, $dense], weights: [1, 0.5], keep: 20}"
-skilltrain queries files="[$out/requests/others.jsonl]" split=dev pool="$out/pool" out="$out/others"
-skilltrain evaluate pool="$out/pool" benchmark="$out/others" systems="[
-  {name: bm25, rankers: [$bm25]}, {name: encoder, rankers: [$dense]}, {name: bm25 + encoder, rankers: [$first]},
-  {name: 'router 1 : .5 : .5', rankers: [$first, {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 0.5]}]},
-  {name: 'router 1 : .5 : 1', rankers: [$first, {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 1]}]}]" \
-  out="$run/report_others"
+run="$out/1146"
+bm25="{kind: lexical}" dense="{kind: dense, source: $run/encoder, cache: $out/vectors}" late="{kind: late, source: $run/encoder}"
+first_ranker="{kind: fuse, of: [$bm25, $dense], weights: [1, 0.5], keep: 20}"
+skilltrain queries files="[$out/requests/other_skills.jsonl]" split=dev pool="$out/pool" out="$out/other_skills"
+skilltrain evaluate pool="$out/pool" benchmark="$out/other_skills" systems="[
+  {name: bm25, rankers: [$bm25]}, {name: encoder, rankers: [$dense]}, {name: bm25 + encoder, rankers: [$first_ranker]},
+  {name: 'router 1 : .5 : .5', rankers: [$first_ranker, {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 0.5]}]},
+  {name: 'router 1 : .5 : 1', rankers: [$first_ranker, {kind: fuse, of: [$bm25, $dense, $late], weights: [1, 0.5, 1]}]}]" \
+  out="$run/report_other_skills"
