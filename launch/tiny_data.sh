@@ -11,7 +11,7 @@ export HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false
 [ -f $runs/qwen3/reranker/config.json ] || python data_pipelines/tiny_qwen3.py $runs/qwen3
 skilltrain pool sources=examples/skill_library/skills out=$runs/pool
 # Queries to train on. The dev set's queries are passages of the skills, so that the test queries
-# stay unseen. Two of three skills have such a passage.
+# stay unseen. More than half of the skills have such a passage.
 skilltrain queries files='examples/skill_library/queries/*.jsonl' pool=$runs/pool out=$runs/queries
 skilltrain synthesize pool=$runs/pool llm.kind=own_text max_skills=70 dev_share=1 out=$runs/dev
 # The encoder's lists: ten negatives from four sources, without false negatives.

@@ -505,6 +505,24 @@ def test_skillrouter_ignores_generic_only_tasks(skillrouter_benchmark: Benchmark
     assert skillrouter_benchmark.notes == notes
 
 
+@pytest.mark.parametrize(
+    ("tags", "expected"),
+    [
+        (["pdf", "pdf", "", 3, "office"], ("pdf", "office")),
+        ("pdf, office", ()),
+        ({"pdf": 1}, ()),
+        (None, ()),
+    ],
+)
+def test_skillrouter_tags_are_distinct_texts(tmp_path: Path, tags: Any, expected: tuple[str, ...]):
+    files = router("a", {"a": entry("g/a")})
+    files["tasks.jsonl"][0]["tags"] = tags
+
+    [task] = load_benchmark(write(tmp_path / "bench", files)).tasks
+
+    assert task.labels.get("tags", ()) == expected
+
+
 def test_skillrouter_gold_skills_are_file(skillrouter_benchmark: Benchmark):
     assert skillrouter_benchmark.name == "bench"
     assert skillrouter_benchmark.gold_skills == (Skill("g/a", "A", "does a", "# A"),)

@@ -631,11 +631,12 @@ def start_synthesize(server: LLMServer, folder: Path, *settings: str) -> ForkSer
 
 
 def wait_for_requests(server: LLMServer, process: ForkServerProcess, num_requests: int) -> None:
-    """Wait until the server got so many requests from a running process."""
+    """Wait until the server got so many requests from a running process, or kill the process."""
     end = time.monotonic() + 120
     while len(server.requests) < num_requests:
-        assert time.monotonic() < end
-        assert process.is_alive()
+        if time.monotonic() > end or not process.is_alive():
+            process.kill()  # a process that hangs would keep pytest from ending
+            pytest.fail(f"{len(server.requests)} requests came")
         time.sleep(0.01)
 
 
@@ -677,6 +678,8 @@ def stopped(server, tmp_path, request) -> StoppedRun:
     wait_for_requests(server, process, 16)
     os.kill(process.pid, request.param)
     process.join(20)
+    process.kill()  # if it hangs
+    process.join()
     server.otherwise = unique_reply
     return server, process.exitcode, (tmp_path / "output" / "err").read_text()
 

@@ -10,6 +10,7 @@ note on a task's environment) is ignored.
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field
 
@@ -42,7 +43,7 @@ class _TaskRow(NamedRow):
     instruction_text: Text
     difficulty: Label = ""
     domain: Label = ""
-    tags: list[Label] | None = None
+    tags: Any = None
 
 
 class _RelevanceRow(Row):
@@ -105,7 +106,7 @@ def read_skillrouter(folder: Path, split: str | None) -> Benchmark:
         labels = {
             "difficulty": row.difficulty,
             "domain": row.domain,
-            "tags": tuple(row.tags or ()),
+            "tags": _texts_of(row.tags),
             "task type": entry.task_type,
         }
         query = Query(task_id, row.instruction_text, kind="", origin=ORIGIN, split="test")
@@ -139,6 +140,13 @@ def read_skillrouter_tier(folder: Path, split: str | None) -> Benchmark:
         raise SkilltrainError("no-skill-file", problem, where=folder)
     benchmark = read_skillrouter(folder.resolve().parent, split)
     return replace(benchmark, name=folder.resolve().name, pool=_read_skills(*files))
+
+
+def _texts_of(tags: Any) -> tuple[str, ...]:
+    """Return the distinct texts of a list. Anything else has none."""
+    if not isinstance(tags, list):
+        return ()
+    return tuple(dict.fromkeys(tag for tag in tags if isinstance(tag, str) and tag))
 
 
 def _read_skills(*files: Path) -> tuple[Skill, ...]:
