@@ -8,8 +8,8 @@ ROUTER is the router in use over a folder of SKILLS, made by `fit --no-train`, w
 `skilltrain serve --log`, by 20 users of ten requests each. A user reads the ten skills of an answer
 and loads a skill over MCP: the one that the judgements name, if it is shown, or with `--choice
 random` any of them. Then `queries --from-log` and `fit` make a new router, and both routers answer
-the other queries. Prints Hit@1 of both routers and the paired difference. A second call with the
-same OUT goes on where the first one stopped.
+the other queries. Prints Hit@1 of both routers and the paired difference. A second call skips
+logging if OUT/queries exists.
 """
 
 import json
@@ -17,11 +17,12 @@ import random
 import subprocess
 import sys
 import time
-from argparse import ArgumentParser
+from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from socket import create_server
+from typing import Any
 
 import httpx2
 import numpy as np
@@ -69,7 +70,7 @@ def is_healthy(address: str) -> bool:
         return False
 
 
-def use(address: str, tasks: Sequence[Task], choice: str) -> int:
+def simulate_users(address: str, tasks: Sequence[Task], choice: str) -> int:
     """Send requests and load skills of the answers. Return the number of loads.
 
     Args:
@@ -103,14 +104,52 @@ def load_skill(client: httpx2.Client, uri: str) -> None:
     client.post("/mcp", json=message, headers=headers).raise_for_status()
 
 
-def first_hits(folder: Path, tasks: Sequence[Task]) -> np.ndarray:
-    """Return 1 for each request whose first skill is a gold skill, otherwise 0, [request]."""
-    router = Router.load(folder)
+def hit_at_1(router: Router, tasks: Sequence[Task]) -> np.ndarray:
+    """Return Hit@1 of each request: 1 if the first skill is a gold skill, otherwise 0."""
     hits: list[float] = []
     for task in tasks:
         best_id, _ = router.trace(task.query.text).ranking[0]
         hits.append(float(best_id in task.relevance.gold))
     return np.array(hits)
+
+
+def log_requests(tasks: Sequence[Task], options: Namespace, query_folder: Path) -> None:
+    """Let users send requests to the old router, and make queries from its log."""
+    log = options.out / "log"
+    with serve(options.router, log) as address:
+        num_loads = simulate_users(address, tasks, options.choice)
+    print(f"{num_loads} loads after {len(tasks)} requests")
+    run("queries", "--from-log", log, f"pool={options.router}/pool", f"out={query_folder}")
+
+
+def train(options: Namespace, query_folder: Path, new_router: Path) -> dict[str, Any]:
+    """Train a new router with the queries of the log, and return what `fit` decided."""
+    summary = skilltrain.fit(
+        options.skills,
+        new_router,
+        queries=[query_folder],
+        in_use=options.router,
+        epochs=options.epochs,
+    )
+    return {key: summary.get(key) for key in ("trained", "Hit@1", "num_queries")}
+
+
+def compare(old_folder: Path, new_folder: Path, held_out: Sequence[Task]) -> dict[str, Any]:
+    """Compare both routers on the requests that were not logged."""
+    old_router = Router.load(old_folder)
+    new_router = Router.load(new_folder)
+    old_hits = hit_at_1(old_router, held_out)
+    new_hits = hit_at_1(new_router, held_out)
+    [(difference, p)] = paired_differences((new_hits - old_hits)[:, None])
+    return {
+        "router unchanged": new_router.identity == old_router.identity,
+        "other requests": len(held_out),
+        "Hit@1, in use": str(share(old_hits.astype(bool))),
+        "Hit@1, new router": str(share(new_hits.astype(bool))),
+        "difference": str(difference),
+        "p": p,
+        "better, worse": [int((new_hits > old_hits).sum()), int((new_hits < old_hits).sum())],
+    }
 
 
 def main() -> None:
@@ -121,37 +160,19 @@ def main() -> None:
     parser.add_argument("--choice", choices=["judged", "random"], default="judged")
     parser.add_argument("--epochs", type=int, default=2)
     options = parser.parse_args()
+
     tasks = [*load_benchmark(options.queries).tasks]
     random.Random(SEED).shuffle(tasks)
-    logged, others = tasks[:NUM_LOGGED], tasks[NUM_LOGGED:]
+    logged = tasks[:NUM_LOGGED]
+    held_out = tasks[NUM_LOGGED:]
 
-    in_use, out = options.router, options.out
-    learned, new = out / "queries", out / "router"
-    if not learned.exists():
-        with serve(in_use, out / "log") as address:
-            num_loads = use(address, logged, options.choice)
-        print(f"{num_loads} loads after {len(logged)} requests")
-        run("queries", "--from-log", out / "log", f"pool={in_use}/pool", f"out={learned}")
-    summary = skilltrain.fit(
-        options.skills, new, queries=[learned], in_use=in_use, epochs=options.epochs
-    )
-
-    # Compare on the requests that were not logged.
-    old_hits, new_hits = first_hits(in_use, others), first_hits(new, others)
-    [(difference, p)] = paired_differences((new_hits - old_hits)[:, None])
-    is_same = Router.load(new).identity == Router.load(in_use).identity
-    result = {
-        "choice": options.choice,
-        "gate": {key: summary.get(key) for key in ("trained", "Hit@1", "num_queries")},
-        "router in use stays": is_same,
-        "other requests": len(others),
-        "Hit@1, in use": str(share(old_hits.astype(bool))),
-        "Hit@1, new router": str(share(new_hits.astype(bool))),
-        "difference": str(difference),
-        "p": p,
-        "better, worse": [int((new_hits > old_hits).sum()), int((new_hits < old_hits).sum())],
-    }
-    print(json.dumps(result, indent=1))
+    query_folder = options.out / "queries"
+    new_router = options.out / "router"
+    if not query_folder.exists():
+        log_requests(logged, options, query_folder)
+    gate = train(options, query_folder, new_router)
+    comparison = compare(options.router, new_router, held_out)
+    print(json.dumps({"choice": options.choice, "gate": gate, **comparison}, indent=1))
 
 
 if __name__ == "__main__":

@@ -40,16 +40,17 @@ def hits_of(folder: Path, system: str, kind: str) -> list[float]:
 def draw(axes: Axes, folders: list[Path], kind: str) -> None:
     """Draw a line for each system, with an interval at each number of skills."""
     sizes = [int(folder.name) for folder in folders]
-    for number, (system, title) in enumerate(SYSTEMS.items()):
-        by_size = [hits_of(folder, system, kind) for folder in folders]
-        shares = intervals(np.array(by_size).T)
+    for system_index, (system, title) in enumerate(SYSTEMS.items()):
+        # [size][request]
+        hits_by_size = [hits_of(folder, system, kind) for folder in folders]
+        shares = intervals(np.array(hits_by_size).T)
         means = [share.mean for share in shares]
         # Lines are a little apart, so that their bars do not cover each other.
-        shifted = [size * 1.03 ** (number - 1) for size in sizes]
+        shifted = [size * 1.03 ** (system_index - 1) for size in sizes]
         below = [share.mean - share.low for share in shares]
         above = [share.high - share.mean for share in shares]
         axes.errorbar(shifted, means, yerr=[below, above], label=title, marker="o", capsize=3)
-    axes.set_title(f"{kind} (n = {len(by_size[0])})")
+    axes.set_title(f"{kind} (n = {len(hits_by_size[0])})")
     axes.set_xscale("log")
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
     axes.minorticks_off()

@@ -25,7 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from skilltrain.config import load_recipe
 
-# Skills of the pool, and rankings that are reranked: all tasks of each tier.
+# Number of skills in the pool, and number of rankings to rerank (all tasks of all tiers).
 SIZES = {"skillrouter": (79_141, 150), "skillflow": (35_866, 87), "r3": (2_050, 5_696)}
 # Key of SIZES for each recipe.
 BENCHMARK_OF_RECIPE = {

@@ -1,11 +1,11 @@
 r"""Cut the skills of a pool to a number of tokens (SkillRouter's first version, appendix C).
 
 The first version limits descriptions and bodies in tokens. Later versions and the released code
-limit them in characters, like the recipes. A pool for the encoder, and another for the reranker:
+limit them in characters, like the recipes. Write one pool for the encoder and one for the reranker:
 
     python data_pipelines/token_limits.py runs/paper/pool runs/paper/encoder_pool
     python data_pipelines/token_limits.py runs/paper/pool runs/paper/reranker_pool \
-        description=500 body=3000
+        description_tokens=500 body_tokens=3000
 
 POOL is a SKILLS table, or a source of the stage `pool`. docs/papers/skillrouter.md says how to
 train and evaluate on the new pools.
@@ -33,8 +33,8 @@ class Pipeline(Config):
     tokenizer: str = Field(
         default="Qwen/Qwen3-Embedding-0.6B", description="model whose tokenizer counts the tokens"
     )
-    description: int = Field(default=300, ge=0, description="longest description, in tokens")
-    body: int = Field(default=2500, ge=0, description="longest body, in tokens")
+    description_tokens: int = Field(default=300, ge=0, description="longest description, in tokens")
+    body_tokens: int = Field(default=2500, ge=0, description="longest body, in tokens")
 
 
 def cut_to_tokens(text: str, max_tokens: int, tokenizer: TextTokenizer) -> str:
@@ -45,7 +45,7 @@ def cut_to_tokens(text: str, max_tokens: int, tokenizer: TextTokenizer) -> str:
     _, spans = tokenizer.ids_and_spans(text)
     if len(spans) <= max_tokens:
         return text
-    # Tokens of one character share its span, so a character is never cut into parts.
+    # Tokens that are parts of one character all have its span, so the cut never splits it.
     first_cut_start, _ = spans[max_tokens]
     return text[:first_cut_start]
 
@@ -57,8 +57,8 @@ def run(pipeline: Pipeline) -> dict[str, int]:
     tokenizer = TextTokenizer(load_tokenizer(folder))
     cut_skills = []
     for skill in skills:
-        description = cut_to_tokens(skill.description, pipeline.description, tokenizer)
-        body = cut_to_tokens(skill.body, pipeline.body, tokenizer)
+        description = cut_to_tokens(skill.description, pipeline.description_tokens, tokenizer)
+        body = cut_to_tokens(skill.body, pipeline.body_tokens, tokenizer)
         cut_skills.append(replace(skill, description=description, body=body))
     with staged_folder(pipeline.out) as out:
         write_table(cut_skills, SKILLS, out)

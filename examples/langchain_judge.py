@@ -4,8 +4,11 @@
     middleware = SkillRouterMiddleware(judge=judge, ...)
 
 The router must hold the skills of the agent, by the same names, and be calibrated (as `fit` does).
-The middleware's own question whether a skill is needed gets the probability that any skill fits. A
-question about a skill gets its probability. Other questions are ranked as skills among the others.
+A yes-no question of the middleware gets one of three probabilities:
+
+- `need_question`: the probability that any skill fits
+- a question about one skill: the probability of that skill
+- any other question: ranked as one more skill, by its text
 """
 
 import re
@@ -54,8 +57,12 @@ class RouterJudge:
         return answers
 
     def _probabilities(self, router: Router, request: str) -> dict[str, float]:
-        """Return the probability of each ranked skill by name; of equal names, the best one."""
+        """Return the probability of each ranked skill by name.
+
+        If names repeat, the best-ranked skill counts.
+        """
         trace = router.trace(request)
         names = [router.skills[skill_id].name for skill_id, _ in trace.ranking]
         values = self._calibrator.probabilities(trace).tolist()
+        # Later items overwrite earlier ones, so the best-ranked comes last.
         return dict(zip(reversed(names), reversed(values), strict=True))

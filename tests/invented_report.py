@@ -181,7 +181,7 @@ def _attention(model: str, num_layers: int) -> dict[str, Any]:
             "query_id": f"task-{n:03}",
             "skill_id": f"gold/{n}-0",
             "overall": layers[n % num_layers],
-            "last": layers[-1],
+            "last_layer": layers[-1],
             "tokens": tokens,
             "num_cut": n,
         }

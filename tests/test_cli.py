@@ -315,8 +315,8 @@ def test_sigterm_leaves_no_temporary_files(runs, tmp_path, monkeypatch):
         (RuntimeError("DefaultCPUAllocator: can't allocate memory"), "memory ran out"),
         (ImportError("libx.so: failed to map segment"), "memory ran out"),
         (EOFError("No data left in file"), "EOFError: No data left in file"),
-        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "x"), "has bytes that are no UTF-8 (rename"),
-        (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a' (give a folder that is"),
+        (UnicodeEncodeError("utf-8", "\udcff", 0, 1, "x"), "name is not valid UTF-8 (rename"),
+        (RuntimeError("Symlink loop from 'a'"), "Symlink loop from 'a' (use a folder that is"),
         (OSError(36, "File name too long", "x" * 999), f"{'x' * 300}: File name too long"),
     ],
 )

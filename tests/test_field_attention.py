@@ -134,11 +134,11 @@ def test_equal_lengths_have_no_correlation():
 def test_attention_varies_over_pairs(attention):
     pairs = attention["pairs"]
     overall = [pair["overall"]["body"] for pair in pairs]
-    last = [pair["last"]["body"] for pair in pairs]
+    last = [pair["last_layer"]["body"] for pair in pairs]
 
     statistics = attention["over_pairs"]
 
-    above = [pair["last"]["body"] > pair["tokens"]["body"] for pair in pairs]
+    above = [pair["last_layer"]["body"] > pair["tokens"]["body"] for pair in pairs]
     assert statistics["sd"]["body"] == pytest.approx(np.std(overall))
     assert statistics["num_body_above_tokens"] == sum(above)
     assert np.mean(last) == pytest.approx(attention["layers"][-1]["body"])

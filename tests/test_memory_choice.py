@@ -1,5 +1,7 @@
 """Memory settings that a training run chooses before its first step."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from faults import raises
 from skilltrain.losses import InfoNCE
 from skilltrain.models.activations import layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter
+from skilltrain.models.micro_batches import BATCHES_PER_TRIM
 from skilltrain.training import estimates, loop, memory
 from skilltrain.training.engine import new_accelerator
 from skilltrain.training.loop import GIB, Run, Training, train
@@ -254,13 +257,14 @@ def test_probe_is_timed_on_an_idle_device(step, tmp_path, monkeypatch):
 
 
 def test_memory_is_returned_within_a_step(step, tmp_path, monkeypatch):
-    numbers = []
-    monkeypatch.setattr(loop, "return_free_memory", lambda device, number: numbers.append(number))
-    config = TrainingConfig(batch_size=1, accumulation=6, precision="float32")
+    devices = []
+    monkeypatch.setattr(loop, "return_free_memory", devices.append)
+    config = TrainingConfig(batch_size=1, accumulation=NUM_LISTS, precision="float32")
 
     train(new_accelerator(config, False), step, config, Run(tmp_path, False, {}))
 
-    assert numbers[:6] == [0, 1, 2, 3, 4, 5]
+    # The only step has a batch for each list.
+    assert devices == [CPU] * math.ceil(NUM_LISTS / BATCHES_PER_TRIM)
 
 
 def test_resumed_run_keeps_its_token_budget(step, tmp_path):

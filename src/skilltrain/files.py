@@ -198,19 +198,23 @@ def path_inside(folder: Path, name: str, where: object) -> Path:
         where: The file that the name was read from, for the error.
 
     Raises:
-        SkilltrainError: The path leaves `folder`, or is no path because it holds a NUL.
+        SkilltrainError: The path leaves `folder`, or contains a NUL character.
     """
     path = folder / name
-    if "\0" in name or not path.resolve().is_relative_to(folder.resolve()):
-        problem = f"the path {name!r} leaves its folder, or is no path"
-        raise SkilltrainError("path-outside-folder", problem, where=where)
-    return path
+    if "\0" in name:
+        problem = f"the path {name!r} contains a NUL character"
+    elif not path.resolve().is_relative_to(folder.resolve()):
+        problem = f"the path {name!r} leaves its folder"
+    else:
+        return path
+    raise SkilltrainError("path-outside-folder", problem, where=where)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write `text` as UTF-8, atomically. A lone surrogate becomes `\\udXXX`, as JSON escapes it.
+    """Write `text` as UTF-8, atomically.
 
-    Python has a lone surrogate for each byte of a path that is no UTF-8.
+    Python represents path bytes that are not valid UTF-8 as lone surrogates. They are written as
+    escapes, such as `\\udcff`, which are valid in JSON.
     """
     with atomic_path(path) as temporary:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
@@ -232,8 +236,8 @@ def check_regular(path: Path) -> None:
         raise SkilltrainError("special-file", "is not a regular file", where=path)
 
 
-def check_file(path: Path) -> None:
-    """Raise SkilltrainError if a file is missing, or is no regular file."""
+def check_input_file(path: Path) -> None:
+    """Raise SkilltrainError if an input file is missing or not a regular file."""
     check_regular(path)
     if not path.exists():
         raise SkilltrainError("not-found", "no such file", where=path)
@@ -245,7 +249,7 @@ def read_json(path: Path) -> Any:
     Raises:
         SkilltrainError: The file is missing or is not JSON, or a key appears twice in an object.
     """
-    check_file(path)
+    check_input_file(path)
     try:
         # The encoding "utf-8-sig" skips a byte order mark, which some editors write.
         return json.loads(path.read_text(encoding="utf-8-sig"), object_pairs_hook=_unique_keys)
@@ -285,7 +289,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises:
         SkilltrainError: The file is missing, or a line is not a JSON object.
     """
-    check_file(path)
+    check_input_file(path)
     number = 0  # the line that the error names: the broken line, or the last one before it
     try:
         for number, line in numbered_lines(path):
@@ -313,7 +317,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     import pyarrow as pa
     from pyarrow import csv, parquet
 
-    check_file(path)
+    check_input_file(path)
     kind = path.suffix.lower()
     # Every .gz file is read as .jsonl.gz, because no other format is compressed here.
     if kind in (".jsonl", ".gz"):

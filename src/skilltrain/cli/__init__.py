@@ -128,10 +128,10 @@ def _message(error: BaseException) -> str:
         return "there is no home folder, which ~ stands for (set HOME)"
     if "Symlink loop" in str(error):
         # Path.resolve raised it.
-        return f"{error} (give a folder that is no link to itself)"
+        return f"{error} (use a folder that is not a link to itself)"
     if isinstance(error, UnicodeEncodeError):
-        # Python has surrogates for such bytes, which no table and no path of Arrow can hold.
-        return "the name of a file or folder has bytes that are no UTF-8 (rename it)"
+        # Python represents such bytes as surrogates. Arrow cannot encode them.
+        return "a file or folder name is not valid UTF-8 (rename it)"
     name = type(error).__name__
     return f"{name}: {error} (unexpected: add --debug to see where it happened)"
 

@@ -33,7 +33,7 @@ Kind = Literal["quote", "use", "description", "feature"]
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
 _MIN_SHARED_WORDS = 3  # of a request and the rest of the description
-_MIN_PURPOSE_WORDS = 8  # of a first sentence that is seldom vague
+_MIN_LONG_REQUEST_WORDS = 8  # a request this long from the first sentence is seldom vague
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -61,18 +61,18 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
         At most `count` queries, and the skill without their passages.
     """
     # Choose passages without which the description still says what the skill is for.
-    passages = _shuffled_passages(skill, seed)
+    passages = _rank_passages(skill, seed)
     chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
     description = skill.description
-    clarity = 0  # of the last chosen passage
-    for passage in passages:
-        # A less clear passage becomes a query only where no clear passage can.
-        if len(chosen) == count or _clarity(passage, skill) < clarity:
+    chosen_clarity = 0  # clarity of the chosen passages
+    for passage, clarity in passages:
+        # Passages are sorted. Stop at a less clear level once a passage is chosen.
+        if len(chosen) == count or clarity < chosen_clarity:
             break
         remaining_description = _without_passage(description, passage, skill)
         if _says_purpose(remaining_description, skill):
             chosen.setdefault(passage.request.casefold(), passage)
-            clarity = _clarity(passage, skill)
+            chosen_clarity = clarity
             description = remaining_description
     # Remove the chosen passages from the body too, with clauses that repeat their requests.
     if chosen:
@@ -84,7 +84,7 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
 
     # Without any of the passages, the description does not say what the skill is for. The first
     # paragraph of the body takes its place, as in skills that have no description.
-    for passage in passages:
+    for passage, _ in passages:
         body = _without_repeats(skill.body.replace(passage.text, ""), passage.request)
         paragraph = first_paragraph(body)
         if _is_description(paragraph):
@@ -92,28 +92,29 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     return [], skill
 
 
-def _shuffled_passages(skill: Skill, seed: int) -> list[Passage]:
-    """Return the clear passages of a skill in random order, the clearest first.
+def _rank_passages(skill: Skill, seed: int) -> list[tuple[Passage, int]]:
+    """Return the usable passages of a skill with their clarity, the clearest first.
 
-    Passages that are equally clear take turns by kind. A kind says where a passage stands, such as
-    "quote" or "description". With turns, a kind with many passages does not crowd out the others.
+    Equally clear passages are in random order and take turns by kind. A kind is the place of a
+    passage, such as "quote" or "description". With turns, a kind with many passages does not crowd
+    out the others.
     """
     rng = random.Random(stable_number(seed, "passages", skill.skill_id))
     kinds: list[Kind] = ["quote", "use", "description", "feature"]
     rng.shuffle(kinds)
-    passages_by_kind: dict[Kind, list[Passage]] = {kind: [] for kind in kinds}
+    passages_by_kind: dict[Kind, list[tuple[Passage, int]]] = {kind: [] for kind in kinds}
     for kind, passage in [*_header_passages(skill), *_body_passages(skill)]:
+        clarity = _clarity(passage, skill)
         # A quoted request of a user need not be specific.
-        if kind == "quote" or _clarity(passage, skill) > 0:
-            passages_by_kind[kind].append(passage)
+        if kind == "quote" or clarity > 0:
+            passages_by_kind[kind].append((passage, clarity))
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
 
-    # Each turn takes one passage of each kind, or None if a kind has no more passages. The clearest
-    # passages come first.
+    # Each turn takes one passage of each kind, or None if a kind has no more passages.
     turns = zip_longest(*passages_by_kind.values())
     shuffled = filter(None, chain.from_iterable(turns))
-    return sorted(shuffled, key=lambda passage: -_clarity(passage, skill))
+    return sorted(shuffled, key=lambda item: -item[1])
 
 
 def _header_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
@@ -137,6 +138,8 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
     list_intro = ""  # sentence in front of the list that the line is in
     awaits_overview = True  # the next line with text is the first line of the overview
     for line in _CODE.sub("\n", skill.body[:_BODY_CHARS]).splitlines():
+        if not line.strip():
+            continue
         heading_match = _HEADING.match(line.strip())
         if heading_match:
             # Group 1: the mark, such as "##". Group 2: its text. Group 3: a line in bold.
@@ -150,8 +153,7 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             list_intro = line
 
         is_overview = awaits_overview
-        if line.strip():
-            awaits_overview = False
+        awaits_overview = False
         # The heading and the introduction tell what the line is about.
         context = f"{heading} {list_intro}"
         # Skip a line that says what the skill does not do.
@@ -185,14 +187,14 @@ def _clarity(passage: Passage, skill: Skill) -> int:
         pattern("named_thing").search(passage.request) is not None,
         not stems.isdisjoint(_stems(skill.name)),
         len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
-        # The first sentence says what the skill is for. A long one is seldom vague.
-        passage.text in first_sentence and num_words(passage.request) >= _MIN_PURPOSE_WORDS,
+        # A long request from the first sentence, which says what the skill is for
+        passage.text in first_sentence and num_words(passage.request) >= _MIN_LONG_REQUEST_WORDS,
     ]
     return sum(signs)
 
 
 def _stems(text: str) -> set[str]:
-    """Return the first letters of the long words of a text, by which "image" is like "images".
+    """Return the first five letters of each long word, so that "image" matches "images".
 
     Short words in other scripts count, because a Chinese word has few characters.
     """

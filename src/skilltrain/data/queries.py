@@ -524,7 +524,7 @@ class _QueryReader:
 
     def _drop(self, query: Query, skill_id: str, code: str, reason: str) -> None:
         """Record why a judgement is left out, or with `_NO_SKILL` why the whole query is."""
-        # The reason names a file, whose name may hold bytes that no table stores.
+        # The reason may hold a file name that is not valid UTF-8. Arrow cannot store it.
         self.dropped.append(Dropped(query.query_id, skill_id, code, clean_text(reason)))
 
 

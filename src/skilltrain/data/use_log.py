@@ -42,7 +42,7 @@ from pydantic import Field
 from skilltrain.data.sampling import is_drawn
 from skilltrain.data.screening.secret_keys import likely_secrets
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import LINE_ERRORS, check_file, json_object, numbered_lines
+from skilltrain.files import LINE_ERRORS, check_input_file, json_object, numbered_lines
 from skilltrain.metrics.benchmarks.rows import Row, parse_row
 from skilltrain.records import Ranking
 from skilltrain.terminal import say
@@ -266,7 +266,7 @@ def read_requests(folder: Path) -> list[LoggedRequest]:
 
 def _read_events(file: Path) -> Iterator[tuple[str, _Event]]:
     """Yield the place and the content of each line. A torn last line is left out."""
-    check_file(file)
+    check_input_file(file)
     where = str(file)
     try:
         for number, line in numbered_lines(file):
@@ -277,7 +277,7 @@ def _read_events(file: Path) -> Iterator[tuple[str, _Event]]:
                 # A killed process may leave half a line, which has no line break.
                 if not line.endswith(b"\n"):
                     return
-                raise
+                raise  # handled below
             yield where, parse_row(_Event, values, where)
     except LINE_ERRORS as error:
         problem = f"is not JSON Lines: {reason_of(error)}"

@@ -17,7 +17,7 @@ from pydantic import BeforeValidator
 
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError, reason_of
-from skilltrain.files import atomic_path, check_file
+from skilltrain.files import atomic_path, check_input_file
 from skilltrain.metrics.benchmarks.benchmark import Benchmark, Task
 from skilltrain.metrics.bootstrap import Interval, agreement
 from skilltrain.records import Query, Skill
@@ -80,7 +80,7 @@ def write_sheet(pairs: Iterable[tuple[Query, Skill]], out: Path) -> None:
 def read_sheet_rows(sheet: Path) -> list[dict[str, Any]]:
     """Read the rows of a CSV file. If a row has too many cells, they get the key `more`."""
     try:
-        check_file(sheet)
+        check_input_file(sheet)
         text = sheet.read_text(encoding="utf-8-sig")
         return list(csv.DictReader(StringIO(text, newline=""), restkey="more"))
     except (OSError, csv.Error, UnicodeDecodeError) as error:

@@ -412,6 +412,12 @@ def load_model_config(folder: Path, runs_code: bool = False) -> Any:
     return config
 
 
+def has_architecture(model_config: Any, name: str) -> bool:
+    """Return whether the name of the model's class contains `name`, such as "CausalLM"."""
+    # The value is a list of names. A damaged config.json may hold anything else.
+    return name in str(model_config.architectures)
+
+
 def _check_declared_counts(folder: Path, sizes: list[int]) -> None:
     """Check that config.json declares no more layers or labels than the weights can have.
 

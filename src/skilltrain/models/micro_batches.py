@@ -17,7 +17,9 @@ Texts = Sequence[TokenIds] | Sequence[Float[Tensor, "_ width"]]
 """The texts of a micro-batch, as token ids or as embedded tokens."""
 TextT = TypeVar("TextT", bound=Sized)
 Groups = list[list[int]]
-_BATCHES_PER_TRIM = 3  # malloc_trim takes time, so a run calls it only every few batches
+# A trim returns free memory to the system (`return_free_memory`). It takes time, so a run trims
+# only after every third batch.
+BATCHES_PER_TRIM = 3
 
 
 def micro_batches(
@@ -126,18 +128,18 @@ def run_twice(
         device: Device on which the function draws random numbers.
     """
 
-    def run(_: Tensor) -> Tensor:
-        # Free blocks of earlier micro-batches do not fit the lengths of this one.
+    def run_function(_: Tensor) -> Tensor:
+        # Earlier micro-batches had other lengths, so malloc rarely reuses the blocks they freed.
         return_free_memory(device)
         return function(texts)
 
     # The second run needs the same random numbers. `checkpoint` restores the random state of a GPU
-    # only if it gets a tensor on this GPU. So it gets an empty tensor, which `run` ignores.
+    # only if it gets a tensor on this GPU. So it gets an empty tensor that `run_function` ignores.
     marker = torch.empty(0, device=device)
-    return checkpoint(run, marker, use_reentrant=False)
+    return checkpoint(run_function, marker, use_reentrant=False)
 
 
-def return_free_memory(device: torch.device, batch_number: int = 0) -> None:
+def return_free_memory(device: torch.device) -> None:
     """Return the free memory of glibc's heap to the system, in a run on a CPU.
 
     Tensors of different lengths fragment the heap. Without this function, a run used 2.1 GB after
@@ -145,10 +147,8 @@ def return_free_memory(device: torch.device, batch_number: int = 0) -> None:
 
     Args:
         device: Device of the run. On a GPU, nothing is done.
-        batch_number: Number of the batch in the run, from 0. The function acts on every third.
     """
-    is_due = device.type == "cpu" and batch_number % _BATCHES_PER_TRIM == 0
-    if is_due and platform.libc_ver()[0] == "glibc":
+    if device.type == "cpu" and platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from skilltrain.config import Config, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import path_inside, read_json
-from skilltrain.models.loading import num_positions, read_json_object
+from skilltrain.models.loading import has_architecture, num_positions, read_json_object
 from skilltrain.texts import printable
 
 Pooling = Literal["mean", "last_token", "cls"]
@@ -209,8 +209,7 @@ def load_projections(folder: Path, model_config: Any) -> list[Any]:
     modules = read_json(file) if file.is_file() else []
     paths = [module["path"] for module in modules if module["type"].endswith(".Dense")]
     # The checkpoints of ColBERT's authors hold the layer beside the transformer's weights.
-    # The value is a list of names. A damaged config.json may hold anything else.
-    is_colbert = "HF_ColBERT" in str(model_config.architectures)
+    is_colbert = has_architecture(model_config, "HF_ColBERT")
     if not paths and not is_colbert:
         return []
 

@@ -265,8 +265,7 @@ def load_reranker(
         stored = loading.stored_settings(folder, "reranker")
 
     model_config = loading.load_model_config(folder, runs_code)
-    # The value is a list of names. A damaged config.json may hold anything else.
-    is_causal = "CausalLM" in str(model_config.architectures)
+    is_causal = loading.has_architecture(model_config, "CausalLM")
     settings = _settings(config, stored, is_causal, folder)  # checks the template's form
     tokenizer = loading.load_tokenizer(folder, runs_code)
     settings = _reduce_limits(settings, tokenizer, model_config, config.source)

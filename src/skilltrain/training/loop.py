@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.models.cpu_linear import train_with_onednn
-from skilltrain.models.micro_batches import return_free_memory
+from skilltrain.models.micro_batches import BATCHES_PER_TRIM, return_free_memory
 from skilltrain.plugins import load_plugin
 from skilltrain.runs import CHECKPOINTS
 from skilltrain.terminal import progress, say
@@ -442,8 +442,10 @@ class Training:
                 _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
-            # A step of a reranker has many batches, so once every few steps would be too rare.
-            return_free_memory(accelerator.device, self.position.step * len(batches) + number)
+            # Count batches, not steps: one step of a reranker can have many batches.
+            num_earlier_batches = self.position.step * len(batches) + number
+            if num_earlier_batches % BATCHES_PER_TRIM == 0:
+                return_free_memory(accelerator.device)
 
         # The launcher divides gradients only. The loss must be divided here.
         return float(self._sum_over_ranks(scaled_sum)) / accelerator.num_processes
@@ -552,7 +554,8 @@ class Training:
                     break
                 self.accelerator.backward(self.model(earlier_batch))
                 self.optimizer.zero_grad(set_to_none=True)
-                return_free_memory(device, number)
+                if number % BATCHES_PER_TRIM == 0:
+                    return_free_memory(device)
             # If a step has several batches, the later ones run while the gradients of the first are
             # held. So the largest batch runs twice, and its second run is timed.
             if self.config.accumulation > 1:
@@ -590,7 +593,7 @@ class Training:
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until a GPU has finished all work, which it does while the program goes on."""
+    """Wait until the device has finished its queued work. GPU calls return earlier."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 

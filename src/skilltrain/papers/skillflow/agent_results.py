@@ -24,7 +24,7 @@ from skilltrain.metrics.measures import Relevance, resolve_alternatives
 from skilltrain.metrics.slices import means_of
 
 MAIN_MEASURE = "Pass@1"  # the measure by which conditions are compared
-_MAX_AMOUNT = 1e12  # of steps or dollars; a sum of larger values could exceed all numbers
+_MAX_AMOUNT = 1e12  # of steps or dollars; larger values could overflow a sum
 
 
 class Trial(Config, extra="ignore"):

@@ -25,7 +25,7 @@ from skilltrain.texts import printable
 
 NAMES_FILE = "provisioned.json"
 _MAX_NAME = 64  # longest skill name that agents accept, in characters
-_MAX_NAME_BYTES = 240  # longest file name, in bytes of UTF-8; file systems allow 255
+_MAX_NAME_BYTES = 240  # leaves room for a suffix such as -12; file systems allow 255
 
 Flagged = Literal["leave_out", "use"]
 
@@ -135,7 +135,7 @@ def free_name(text: str, folder: Path) -> str:
     # The cut to the longest name can leave a dash at the end. A text without any letter or digit
     # gets the name "skill".
     name = re.sub(r"[^\w-]+", "-", plain).strip("-")[:_MAX_NAME]
-    # A letter has up to four bytes. `ignore` leaves out a letter of which the cut leaves a part.
+    # The cut can split a character of several bytes. `ignore` drops its remains.
     name = name.encode()[:_MAX_NAME_BYTES].decode(errors="ignore").strip("-") or "skill"
     candidate = name
     number = 1

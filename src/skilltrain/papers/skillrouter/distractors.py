@@ -2,8 +2,8 @@
 
 In the paper, GPT-4o-mini writes 780 skills that resemble gold skills and are functionally distinct.
 This stage writes a table that is one more source for the stage `pool`: Hard = Easy + distractors.
-A request asks for one distractor, so that only a failed one is asked for again. The prompt is our
-own, and a file may replace it. Ours differs from the paper's on purpose:
+Each LLM request asks for one distractor, so only a failed one is repeated. `prompt` replaces our
+prompt by a file. Our prompt differs from the paper's in two ways:
 
 - It also forbids the other gold skills of the same tasks: they often solve the "different problem
   of the same domain".
@@ -65,8 +65,8 @@ class Distractors(Stage):
     )
     prompt: InputPath | None = Field(
         default=None,
-        description="YAML file with the keys system and user, such as the paper's prompt, and "
-        "{{ body }} and {{ strategy_name }} in them; null: our prompt",
+        description="YAML file with templates system and user, which must use body (or fenced) and "
+        "strategy_name (or strategy); null: our prompt",
     )
     num_distractors: int = Field(
         default=3,
@@ -223,7 +223,7 @@ def gold_skills(config: Distractors) -> list[GoldSkill]:
 
 
 def _prompt_texts(config: Distractors) -> Mapping[str, Any]:
-    """Return our prompt, or that of the file, with the keys `system` and `user`.
+    """Return the prompt to render: ours, or the one in `config.prompt`.
 
     Raises:
         SkilltrainError: The file cannot be read, uses an unknown placeholder, or does not show the
@@ -232,9 +232,12 @@ def _prompt_texts(config: Distractors) -> Mapping[str, Any]:
     if config.prompt is None:
         return PROMPTS["distractor"]
     texts = load_prompt(config.prompt)
-    gold = GoldSkill(Skill("", "", "", "(body)"), [], [])
-    values = _prompt_values(Distractor("", gold, next(iter(STRATEGIES)), 1, 2))
-    # The file needs only one of these two.
+    example_gold = GoldSkill(Skill("", "", "", "(body)"), [], [])
+    example = Distractor(
+        skill_id="", gold=example_gold, strategy=next(iter(STRATEGIES)), number=1, total=2
+    )
+    values = _prompt_values(example)
+    # Give both placeholders the same text, so that either one satisfies the check.
     values |= dict.fromkeys(("strategy", "strategy_name"), "(strategy)")
     # Without a strategy, all distractors of a gold skill would have the same prompt.
     required = {"body or fenced": "(body)", "strategy or strategy_name": "(strategy)"}

@@ -42,7 +42,7 @@ def field_attention(
         - `overall`, `tokens`: shares of attention over all layers, and of the skill's tokens.
         - `over_pairs`: how the shares differ between pairs (see `pair_statistics`).
         - `pairs`: a dict for each pair, with its shares over all layers (`overall`) and in the
-          last layer (`last`), its shares of tokens, and the number of tokens cut away.
+          last layer (`last_layer`), its shares of tokens, and the number of tokens cut away.
 
     Raises:
         SkilltrainError: There is no pair, the reranker sees no token of a skill, or it has no
@@ -65,12 +65,13 @@ def field_attention(
             in_field = token_fields(reranker, skill)  # [token, field], True in the token's field
             num_tokens = len(in_field) - pair.num_cut  # tokens of the skill that the model sees
             in_field = in_field[:num_tokens]
-            shares.append(_pair_shares(reranker, pair, in_field, model_name, skill.skill_id))
+            pair_shares = _pair_shares(reranker, pair, in_field, model_name, skill.skill_id)
+            shares.append(pair_shares)
             token_shares.append(in_field.sum(0) / in_field.sum())
             body_lengths.append(int(in_field[:, _BODY].sum()))
             row = {"query_id": query.query_id, "skill_id": skill.skill_id, "num_cut": pair.num_cut}
-            row["overall"] = _by_field(shares[-1].mean(0))
-            row["last"] = _by_field(shares[-1][-1])  # of this pair, in the last layer
+            row["overall"] = _by_field(pair_shares.mean(0))
+            row["last_layer"] = _by_field(pair_shares[-1])
             row["tokens"] = _by_field(token_shares[-1])
             rows.append(row)
 
@@ -101,7 +102,7 @@ def pair_statistics(
 ) -> dict[str, Any]:
     """Return how the shares of attention differ between pairs (fourth version, appendix C).
 
-    A reranker that only follows length would give a field its share of the skill's tokens.
+    If attention followed length alone, each field would get its share of the tokens.
 
     Args:
         shares: Share of the attention to each field, in each pair and layer.

@@ -1,4 +1,4 @@
-"""Profiles of a benchmark: variety of its queries, and scores by length of the gold bodies.
+"""Profiles of a benchmark: variety of its queries, and correlation of scores with body lengths.
 
 Sources: SkillRouter's fourth version, table 8 (variety). The correlation with length is ours.
 
@@ -75,26 +75,26 @@ def diversity(tasks: Sequence[Task]) -> list[Row]:
         of `distinct` values, and a `summary`: the most frequent values with their number of
         queries, or range, mean and median.
     """
-    queries_by_label: dict[str, Counter[str]] = {}
+    counts_by_label: dict[str, Counter[str]] = {}
     for task in tasks:
         for label, values in task.labels.items():
             values = (values,) if isinstance(values, str) else values
             # A query counts once for each of its distinct values.
-            queries_by_label.setdefault(label, Counter()).update(set(values))
+            counts_by_label.setdefault(label, Counter()).update(set(values))
 
     rows = []
-    for label, num_queries in queries_by_label.items():
-        if len(num_queries) > 1:
+    for label, counts in counts_by_label.items():
+        if len(counts) > 1:
             # Values with equal counts are in alphabetical order.
-            common = sorted(num_queries.items(), key=lambda item: (-item[1], item[0]))
+            common = sorted(counts.items(), key=lambda item: (-item[1], item[0]))
             texts = [f"{value} {count}" for value, count in common[:_MAX_COUNTED_VALUES]]
-            row = {"dimension": label, "distinct": len(num_queries), "summary": ", ".join(texts)}
+            row = {"dimension": label, "distinct": len(counts), "summary": ", ".join(texts)}
             rows.append(row)
-    sizes = {
+    numbers_by_dimension = {
         "gold skills per query": [len(task.relevance.gold) for task in tasks],
         "words per query": [num_words(task.query.text) for task in tasks],
     }
-    for dimension, numbers in sizes.items():
+    for dimension, numbers in numbers_by_dimension.items():
         averages = f"mean {fmean(numbers):.2f}, median {median(numbers):g}"
         summary = f"{min(numbers)} to {max(numbers)}, {averages}"
         rows.append({"dimension": dimension, "distinct": len(set(numbers)), "summary": summary})
@@ -123,7 +123,7 @@ def length_correlation(
     """Return Spearman's rank correlation of a system's scores with lengths.
 
     Args:
-        result: Scores of the system. Its queries of one cluster are averaged, and drawn together.
+        result: Scores of the system. Queries of one cluster count as one row with their mean score.
         measure: Name of the measure.
         lengths: Length by query id.
 
@@ -136,8 +136,9 @@ def length_correlation(
     scores = values_of(result, query_ids, [measure])  # [query, 1]
     query_lengths = np.array([[lengths[query_id]] for query_id in query_ids])  # [query, 1]
     columns = np.concatenate([scores, query_lengths], axis=1)
-    sums, sizes = cluster_sums(columns, result.clusters_of(query_ids))
-    return rank_correlation(sums / sizes[:, None], result.seed)
+    sums, cluster_sizes = cluster_sums(columns, result.clusters_of(query_ids))
+    cluster_means = sums / cluster_sizes[:, None]  # [cluster, 2]
+    return rank_correlation(cluster_means, result.seed)
 
 
 def rank_correlation(columns: Float[np.ndarray, "row 2"], seed: int) -> Interval | None:
@@ -159,9 +160,11 @@ def rank_correlation(columns: Float[np.ndarray, "row 2"], seed: int) -> Interval
     ranks = rankdata(columns[draws], axis=1)  # [resample, row, 2]
     ranks -= ranks.mean(1, keepdims=True)
     # Spearman's correlation is Pearson's correlation of the ranks.
-    products = np.einsum("dra,drb->dab", ranks, ranks)  # [resample, 2, 2]
-    squared_norms = products[:, 0, 0] * products[:, 1, 1]
-    is_defined = squared_norms > 0
-    correlations = products[is_defined, 0, 1] / np.sqrt(squared_norms[is_defined])
+    first = ranks[..., 0]  # [resample, row]
+    second = ranks[..., 1]  # [resample, row]
+    dot_products = (first * second).sum(1)  # [resample]
+    norm_products = np.sqrt((first**2).sum(1) * (second**2).sum(1))  # [resample]
+    is_defined = norm_products > 0
+    correlations = dot_products[is_defined] / norm_products[is_defined]
     low, high = np.quantile(correlations, QUANTILES).tolist()
     return Interval(float(spearmanr(columns).statistic), low, high, num_rows)
