@@ -14,6 +14,7 @@ logging if OUT/queries exists.
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -116,6 +117,7 @@ def hit_at_1(router: Router, tasks: Sequence[Task]) -> np.ndarray:
 def log_requests(tasks: Sequence[Task], options: Namespace, query_folder: Path) -> None:
     """Let users send requests to the old router, and make queries from its log."""
     log = options.out / "log"
+    shutil.rmtree(log, ignore_errors=True)  # of a call that stopped
     with serve(options.router, log) as address:
         num_loads = simulate_users(address, tasks, options.choice)
     print(f"{num_loads} loads after {len(tasks)} requests")

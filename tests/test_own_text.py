@@ -304,3 +304,14 @@ def test_any_skill_gives_valid_queries(text: str, name: str):
     assert len(queries) <= 3
     assert not any(names_skill(query, name) for query in queries)
     assert not queries or remainder.description
+
+
+@pytest.mark.parametrize("text", [f"a{' ' * 19_000}b", "a" * 19_000, "检查引用内容" * 3_000])
+def test_hostile_texts_are_read_once(text: str):
+    """These texts took from ten seconds to minutes when patterns read them again and again."""
+    skill = Skill("s", "name", f"Join PDF files. {text}", f"## Features\n- {text}")
+
+    queries, remainder = own_queries(skill, 3, 0)
+
+    assert " " * 100 not in f"{remainder.description}\n{remainder.body}"
+    assert all(num_words(query) <= MAX_WORDS for query in queries)

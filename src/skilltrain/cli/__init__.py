@@ -121,7 +121,7 @@ def _message(error: BaseException) -> str:
         reason = reason_of(error)
         # A longer path would hide the reason.
         return f"{str(error.filename)[:300]}: {reason}" if error.filename else reason
-    if isinstance(error, RuntimeError) and _LOST_RANK.search(str(error)):
+    if launched_ranks() > 1 and _LOST_RANK.search(str(error)):
         return "another process of this run has ended (see its error; --resume continues the run)"
     if isinstance(error, RuntimeError) and "home directory" in str(error):
         # Path.expanduser raised it.

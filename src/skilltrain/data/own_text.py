@@ -42,6 +42,8 @@ _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
 # A heading: its mark "##" and its text, or text in bold
 _HEADING = re.compile(r"(#{1,6})\s+(.*)|\*\*([^*]+)\*\*[:：]?$")
 _QUOTED = re.compile('["“「]([^"“”「」\n]{8,200})["”」]')
+# Spaces of hostile texts. Patterns would take very long for them.
+_MANY_SPACES = re.compile(r"[ \t]{100,}")
 # Signs and conjunctions at the start of a text, or twice, where a clause was removed
 _LOOSE_SIGNS = re.compile(r"^\W*(?:(?:and|or|then)\s+)?(?=\w)|(?<=,)\s*,")
 
@@ -60,10 +62,12 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     Returns:
         At most `count` queries, and the skill without their passages.
     """
+    description = _MANY_SPACES.sub(" ", skill.description)
+    body = _MANY_SPACES.sub(" ", skill.body)
+    skill = replace(skill, description=description, body=body)
     # Choose passages without which the description still says what the skill is for.
     passages = _rank_passages(skill, seed)
     chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
-    description = skill.description
     chosen_clarity = 0  # clarity of the chosen passages
     for passage, clarity in passages:
         # Passages are sorted. Stop at a less clear level once a passage is chosen.

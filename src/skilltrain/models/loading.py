@@ -217,7 +217,8 @@ def download_files(source: str, patterns: list[str], unused_patterns: list[str])
         raise SkilltrainError(
             "model-not-found", "cannot load the model: this is no Hub id", where=source
         ) from error
-    except (OSError, ValueError, httpx2.HTTPError) as error:
+    # hf_xet, which downloads large files, raises RuntimeError.
+    except (OSError, RuntimeError, ValueError, httpx2.HTTPError) as error:
         reason = printable(str(error), 300)
         fault = f"cannot be loaded, neither from the cache nor from the Hub: {reason}"
         raise SkilltrainError("download-failed", fault, where=source) from error

@@ -28,6 +28,7 @@ from skilltrain.texts import num_words
 
 _CORRELATED = ("Hit@1", "MRR@10")
 _NUM_RESAMPLES = 2_000  # fewer than for means, because each resample is ranked anew
+_RESAMPLES_AT_ONCE = 100
 _MAX_COUNTED_VALUES = 3  # of a label; the most frequent ones
 
 
@@ -156,15 +157,20 @@ def rank_correlation(columns: Float[np.ndarray, "row 2"], seed: int) -> Interval
     if not np.ptp(columns, axis=0).all():
         return None
     num_rows = len(columns)
-    draws = np.random.default_rng(seed).integers(num_rows, size=(_NUM_RESAMPLES, num_rows))
-    ranks = rankdata(columns[draws], axis=1)  # [resample, row, 2]
-    ranks -= ranks.mean(1, keepdims=True)
-    # Spearman's correlation is Pearson's correlation of the ranks.
-    first = ranks[..., 0]  # [resample, row]
-    second = ranks[..., 1]  # [resample, row]
-    dot_products = (first * second).sum(1)  # [resample]
-    norm_products = np.sqrt((first**2).sum(1) * (second**2).sum(1))  # [resample]
-    is_defined = norm_products > 0
-    correlations = dot_products[is_defined] / norm_products[is_defined]
+    rng = np.random.default_rng(seed)
+    correlations: list[float] = []
+    # All resamples at once would take much memory.
+    for _ in range(_NUM_RESAMPLES // _RESAMPLES_AT_ONCE):
+        draws = rng.integers(num_rows, size=(_RESAMPLES_AT_ONCE, num_rows))
+        ranks = rankdata(columns[draws], axis=1)  # [resample, row, 2]
+        ranks -= ranks.mean(1, keepdims=True)
+        # Spearman's correlation is Pearson's correlation of the ranks.
+        first = ranks[..., 0]  # [resample, row]
+        second = ranks[..., 1]  # [resample, row]
+        dot_products = (first * second).sum(1)  # [resample]
+        norm_products = np.sqrt((first**2).sum(1) * (second**2).sum(1))  # [resample]
+        is_defined = norm_products > 0
+        correlations += (dot_products[is_defined] / norm_products[is_defined]).tolist()
     low, high = np.quantile(correlations, QUANTILES).tolist()
-    return Interval(float(spearmanr(columns).statistic), low, high, num_rows)
+    correlation, _ = spearmanr(columns)
+    return Interval(float(correlation), low, high, num_rows)
