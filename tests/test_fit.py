@@ -419,3 +419,15 @@ def test_missing_query_file_is_refused_first(skills, tmp_path):
         skilltrain.fit(skills, tmp_path / "router", queries=[tmp_path / "none.jsonl"])
 
     assert not (tmp_path / "router").exists()
+
+
+def test_fit_without_lists_keeps_untrained_router(skills, model_folders, tmp_path, capsys):
+    """The requests from the few texts are so alike that the filter leaves no negatives."""
+    out = tmp_path / "router"
+
+    summary = skilltrain.fit(skills, out, base=str(model_folders["bert"]))
+    forget_ranks()
+
+    assert not summary["trained"]
+    assert "the router works without one" in capsys.readouterr().err
+    assert Router.load(out).route(TASK).skills

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 import skilltrain
-from small_library import succeeds
+from small_library import forget_ranks, succeeds, write_library
 
 pytest.importorskip("mcp", reason="needs skilltrain[serve]")
 
@@ -82,12 +82,19 @@ def requests() -> list[Request]:
 
 
 @pytest.fixture(scope="module")
+def library(tmp_path_factory) -> Path:
+    """Return a library with 21 skills, the fewest that `fit` trains with."""
+    library = write_library(tmp_path_factory.mktemp("library"))
+    extra = library / "skills" / "extra" / "SKILL.md"
+    extra.parent.mkdir()
+    extra.write_text("---\nname: extra\ndescription: water the plants\n---\nFill the can.\n")
+    return library
+
+
+@pytest.fixture(scope="module")
 def old_router(library, tmp_path_factory) -> Path:
     """Return the folder of the router that is in use."""
     router = tmp_path_factory.mktemp("old") / "router"
-    extra = library / "skills" / "extra" / "SKILL.md"
-    extra.parent.mkdir(exist_ok=True)
-    extra.write_text("---\nname: extra\ndescription: water the plants\n---\nFill the can.\n")
     succeeds("pool", f"sources={library}/skills", f"out={router}/pool")
     succeeds("index", f"pool={router}/pool", RANKERS, f"out={router}")
     return router
@@ -128,7 +135,9 @@ def learn(library: Path, router: Path, out: Path, epochs: int) -> dict:
     queries = out / "queries"
     succeeds("queries", "--from-log", out / "log", f"pool={router}/pool", f"out={queries}")
     settings = {"in_use": router, "max_tokens": 16, "epochs": epochs}
-    return skilltrain.fit(library / "skills", out / "router", queries=[queries], **settings)
+    summary = skilltrain.fit(library / "skills", out / "router", queries=[queries], **settings)
+    forget_ranks()
+    return summary
 
 
 @pytest.mark.slow

@@ -211,11 +211,20 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
 def _train_router(runner: _StepRunner) -> dict[str, Any]:
     """Train an encoder, and use it if the router gets better. Return results for the summary.
 
-    Without queries for training and for the comparison, the untrained router stays.
+    Without queries for training and for the comparison, or without training lists, the untrained
+    router stays.
     """
-    if not (_make_queries(runner) and _has_enough_queries(runner)):
+    if not _run_with_data(runner, "queries", "nothing-generated"):
         return {}
-    num_lists = _train_encoder(runner)
+    if not _has_enough_queries(runner):
+        return {}
+    # Mine hard negatives, remove false ones, and sample training lists.
+    runner.run("mined")
+    runner.run("filtered")
+    lists = _run_with_data(runner, "encoder_lists", "nothing-left")
+    if not lists:
+        return {}
+    runner.run("encoder")
 
     runner.run("report")
     comparison = compare_routers(runner.folder / "report")
@@ -225,7 +234,7 @@ def _train_router(runner: _StepRunner) -> dict[str, Any]:
     _calibrate(runner, comparison.is_better)
     return {
         "trained": comparison.is_better,
-        "num_lists": num_lists,
+        "num_lists": lists["num_lists"],
         "Hit@1": comparison.hits,
         "num_queries": comparison.num_queries,
     }
@@ -241,17 +250,22 @@ def _make_first_router(runner: _StepRunner) -> None:
     _calibrate(runner, is_trained=False)
 
 
-def _make_queries(runner: _StepRunner) -> bool:
-    """Run the step `queries`. Return False if no query can be made from the skills' texts."""
+def _run_with_data(runner: _StepRunner, step: str, no_data_code: str) -> Summary:
+    """Run a step that fails if there is too little data. Return its summary, or {} if it fails.
+
+    Args:
+        runner: The steps of `fit`.
+        step: Name of the step.
+        no_data_code: Code of the error that says that there is too little data.
+    """
     try:
-        runner.run("queries")
+        return runner.run(step)
     except SkilltrainError as error:
         # Another error is a real fault, and ends `fit`.
-        if error.code != "nothing-generated":
+        if error.code != no_data_code:
             raise
         say(f"no encoder is trained, and the router works without one: {error}")
-        return False
-    return True
+        return {}
 
 
 def _has_enough_queries(runner: _StepRunner) -> bool:
@@ -262,16 +276,6 @@ def _has_enough_queries(runner: _StepRunner) -> bool:
             say(f"no query is of split {split}, so no encoder is trained; the router works without")
             return False
     return True
-
-
-def _train_encoder(runner: _StepRunner) -> int:
-    """Make training lists and train the encoder. Return the number of lists."""
-    # Mine hard negatives, remove false ones, and sample training lists.
-    runner.run("mined")
-    runner.run("filtered")
-    num_lists = runner.run("encoder_lists")["num_lists"]
-    runner.run("encoder")
-    return num_lists
 
 
 def compare_routers(report: Path) -> RouterComparison:

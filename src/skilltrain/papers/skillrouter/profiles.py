@@ -12,7 +12,7 @@ Notes:
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from statistics import fmean, median
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from jaxtyping import Float
@@ -172,5 +172,5 @@ def rank_correlation(columns: Float[np.ndarray, "row 2"], seed: int) -> Interval
         is_defined = norm_products > 0
         correlations += (dot_products[is_defined] / norm_products[is_defined]).tolist()
     low, high = np.quantile(correlations, QUANTILES).tolist()
-    correlation, _ = spearmanr(columns)
-    return Interval(float(correlation), low, high, num_rows)
+    result: Any = spearmanr(columns)
+    return Interval(float(result.statistic), low, high, num_rows)
