@@ -296,7 +296,7 @@ def stored_settings(folder: Path, kind: Kind) -> dict[str, Any]:
 
 
 def is_encoder(folder: Path) -> bool:
-    """Whether a model's files say that it is an encoder. A plain transformer's do not say so."""
+    """Return whether a model's files name it as an encoder. Files of a plain transformer do not."""
     stored_kind, _ = _read_kind_and_settings(folder)
     return stored_kind == "encoder"
 

@@ -39,7 +39,7 @@ class Diversity(Analysis):
 
     def analyse_inputs(self, inputs: Inputs) -> list[Row]:
         """Describe the labels, gold skills and lengths of the queries, in a row for each."""
-        # All tiers have the same tasks, so that the first tier has them all.
+        # The tiers of a benchmark have the same tasks, so the first tier has them all.
         return diversity(inputs.benchmark.tiers_or_self[0].tasks)
 
 
