@@ -117,6 +117,9 @@ def skill_tokens(ranker: dict[str, Any], default_chars: int) -> int:
         default_chars: Longest body, if the recipe does not say it.
     """
     template = ranker.get("template", {})
+    # The recipes of the trained rerankers have limits in tokens, which cut few skills.
+    if ranker["source"].startswith("runs/paper/sr_rank"):
+        default_chars = 32_000
     body_chars = 8_000 if template == "skillrouter_released" else default_chars
     if isinstance(template, dict):
         skill = template.get("skill", {})
