@@ -41,6 +41,7 @@ BENCHMARK_OF_RECIPE = {
     "paper/skillflow_table_10": "skillflow",
     "paper/skillflow_table_11": "skillflow",
     "paper/skillflow_figure_3": "skillflow",
+    "paper/skillflow_interleaved": "skillflow",
     "paper/r3_skill": "r3",
 }
 # Mean tokens of a skill by the limit of its body in characters: measured on 1,000 skills of
