@@ -100,10 +100,12 @@ class Pipeline(Config):
         default=None, description="named prompt or YAML file for the queries; null: the variant's"
     )
     template: dict[str, Any] | None = Field(
-        default={"instruction": INSTRUCTION}, description="what the base sees"
+        default={"instruction": INSTRUCTION},
+        description="what the base sees; variant=paper: without limits in characters",
     )
     max_tokens: int | None = Field(
-        default=2048, description="token limit of the base's texts, as in the recipes"
+        default=2048,
+        description="token limit of the base's texts, as in the recipes; variant=paper: 3000",
     )
     variant: Literal["ours", "paper"] = Field(
         default="ours", description="our defaults, or the paper's (PAPER above)"
