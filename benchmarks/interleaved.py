@@ -10,9 +10,8 @@ As in skillweaver_llm.py, a server on this machine plays the chat model. It writ
 to OUT/prompts.jsonl, with the keys `id`, `system` and `user`, and without the gold skills. An LLM
 that sees these prompts alone answers them in OUT/answers.jsonl, with the keys `id` and `answer`.
 Each round depends on the answers of the round before it. So run the program and answer until no
-prompt is left. Then it prints recall with n and 95% interval in Markdown, at most 5, 10 and 15
-skills, and at an equal number of skills for each task. OUT/report and OUT/equal have the whole
-reports.
+prompt is left. Then it prints recall with n and 95% interval, at most 5, 10 and 15 skills, and at
+an equal number of skills for each task. OUT/report and OUT/equal have the whole reports.
 """
 
 import json
@@ -31,7 +30,8 @@ PER_ROUND = 5
 BEFORE = "before the task"
 QUERIES = f"before the task, {ROUNDS} queries"
 IN_ROUNDS = f"interleaved, {ROUNDS} rounds"
-MEASURES = [f"Recall@{number * PER_ROUND}" for number in range(1, ROUNDS + 1)]
+# The systems are compared by the first measure.
+MEASURES = [f"Recall@{number * PER_ROUND}" for number in range(ROUNDS, 0, -1)]
 
 
 def systems(address: str) -> list[dict[str, Any]]:
@@ -45,10 +45,10 @@ def systems(address: str) -> list[dict[str, Any]]:
     return [{"name": name, "rankers": [ranker]} for name, ranker in rankers.items()]
 
 
-def evaluate(pool: Path, benchmark: Path, out: Path, **settings: Any) -> dict[str, Any]:
+def evaluate(benchmark: Path, out: Path, **settings: Any) -> dict[str, Any]:
     """Run the stage `evaluate` and return its metrics."""
     shutil.rmtree(out, ignore_errors=True)
-    values = {"pool": pool, "benchmark": benchmark, "out": out, "depth": ROUNDS * PER_ROUND}
+    values = {"benchmark": benchmark, "out": out, "depth": ROUNDS * PER_ROUND}
     values |= {name: json.dumps(value) for name, value in settings.items()}
     arguments = [f"{name}={value}" for name, value in values.items()]
     subprocess.run([sys.executable, "-m", "skilltrain", "evaluate", *arguments], check=True)
@@ -95,7 +95,7 @@ def print_results(title: str, metrics: dict[str, Any]) -> None:
         for measure, mean in system["metrics"].items():
             interval = f"[{mean['low']:.3f}, {mean['high']:.3f}]"
             print(f"| {system['name']} | {measure} | {mean['n']} | {mean['mean']:.3f} {interval} |")
-    for row in metrics["comparisons"]:
+    for row in metrics["differences"]:
         difference = row["difference"]
         interval = f"[{difference['low']:.3f}, {difference['high']:.3f}]"
         print(
@@ -114,16 +114,17 @@ def main() -> None:
 
     out = arguments.out
     out.mkdir(exist_ok=True)
-    inputs = (arguments.pool, arguments.benchmark)
     playback = Playback(out)
     with chat_server(playback) as address:
-        metrics = evaluate(*inputs, out / "report", systems=systems(address), measures=MEASURES)
+        settings = {"pool": str(arguments.pool), "systems": systems(address)}
+        metrics = evaluate(arguments.benchmark, out / "report", **settings, measures=MEASURES)
     if playback.unanswered:
         num_prompts = len(playback.unanswered)
         print(f"{num_prompts} prompts in {playback.file} have no answer in answers.jsonl")
         return
     files = write_equal_rankings(out / "report", out / "rankings")
-    equal = evaluate(*inputs, out / "equal", predictions=files, measures=MEASURES[-1:])
+    settings = {"predictions": files, "measures": MEASURES[:1]}
+    equal = evaluate(arguments.benchmark, out / "equal", **settings)
     print_results("At most 5, 10 and 15 skills", metrics)
     print_results("As many skills as the rounds brought", equal)
 
