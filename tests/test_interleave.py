@@ -134,3 +134,11 @@ def test_prompt_file_needs_skills(server, tmp_path: Path):
 
     assert "does not use the placeholder skills" in str(error.value)
     assert server.requests == []
+
+
+def test_chat_model_cannot_answer_searches(server):
+    with raises("unknown-choice") as error:
+        run(server, "make a pie", of={"kind": "select", "llm": chat(server)})
+
+    assert "unknown choice 'select'; choose from api, dense, fuse" in str(error.value)
+    assert server.requests == []

@@ -6,16 +6,17 @@ The model does not carry out the task: in each round, it says what it would need
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, SerializeAsAny
 
 from skilltrain.llm import LLM, Outcome, Questions, ask_all, estimate_cost, read_object
 from skilltrain.llm.query_prompts import Ask, Prompt, PromptExample
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
+from skilltrain.plugins import OneOf
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.executor import OpenRankers, run_ranker
-from skilltrain.retrieval.rankers import AnyRanker, Keep, RankerConfig
+from skilltrain.retrieval.rankers import Keep, RankerConfig
 from skilltrain.retrieval.select import AskingConfig
 
 _SYSTEM = """You are an AI agent that works on a task in rounds. In each round you may ask a \
@@ -53,7 +54,9 @@ class InterleaveConfig(AskingConfig):
     """A chat model that searches for skills in rounds, and sees what it has found."""
 
     kind: Literal["interleave"] = "interleave"
-    of: AnyRanker = Field(description="the ranker that answers the model's searches")
+    of: Annotated[SerializeAsAny[RankerConfig], OneOf("ranker", only="can_be_interleaved")] = Field(
+        description="the ranker that answers the model's searches"
+    )
     rounds: int = Field(default=3, ge=1, le=20, description="largest number of searches per task")
     per_round: int = Field(default=5, ge=1, description="new skills that a search brings")
     query_chars: int = Field(
