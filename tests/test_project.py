@@ -178,12 +178,17 @@ def test_paper_recipe_differs_in_few_settings(path: Path):
     template["skill"]["verbatim"] = True
     if "structured" in path.stem:
         template["skill"] |= {"labelled": True, "separator": "\n"}
-    expected["data"]["pool"] = "runs/paper/pool"
+    # Limits in tokens of the first version: the pool has them, so that the template has none.
+    template["skill"] |= {"description_chars": 100_000, "body_chars": 100_000}
     expected["data"]["lists"] = recipe["data"]["lists"]
     expected["out"] = f"runs/paper/{path.stem}"
     if "emb" in path.stem:
+        expected["data"]["pool"] = "runs/paper/encoder_pool"
+        expected["model"]["max_tokens"] = 3000
         expected["in_batch_mask"] = "none"
     else:
+        expected["data"]["pool"] = "runs/paper/reranker_pool"
+        expected["model"]["max_tokens"] = 5000
         template["query_chars"] = None
         expected["model"]["query_max_tokens"] = 4000
         assert recipe["data"]["lists"] == "runs/paper/reranker_lists"

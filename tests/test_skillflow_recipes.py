@@ -17,6 +17,7 @@ RECIPES = Path(__file__).parents[1] / "recipes"
 SYSTEMS = {
     "skillflow": 10,
     "paper/skillflow_figure_3": 4,
+    "paper/skillflow_interleaved": 3,
     "paper/skillflow_table_8": 6,
     "paper/skillflow_table_9": 9,
     "paper/skillflow_table_10": 8,
@@ -32,6 +33,8 @@ def answer(request: dict[str, Any]) -> Reply:
     several = re.search(r"JSON list of (\d+) strings", text)
     if several:
         return Reply(json.dumps([f"thing{n}" for n in range(1, int(several[1]) + 1)]))
+    if '"search"' in request["messages"][0]["content"]:
+        return Reply('{"search": "thing1"}')
     if "JSON list of numbers" in text:
         return Reply("[1, 2]")
     return Reply("INJECT" if "INJECT" in text else "thing1")

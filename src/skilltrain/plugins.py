@@ -106,6 +106,7 @@ BUILT_IN = {
         "select": "skilltrain.retrieval.select:SelectConfig",
         "admit": "skilltrain.papers.skillflow.admit:AdmitConfig",
         "expand": "skilltrain.papers.skillflow.expand:ExpandConfig",
+        "interleave": "skilltrain.papers.skillflow.interleave:InterleaveConfig",
     },
     "command": {},  # only of other packages; our own are in cli/
 }

@@ -654,7 +654,7 @@ def _refusal_notes(rows: Sequence[Row]) -> list[str]:
 def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """Write sentences about the chat models, from the counts of each ranker that asks one.
 
-    They say for how many queries a model gave no usable answer, and how many skills each filter
+    They say to how many questions a model gave no usable answer, and how many skills each filter
     accepted.
 
     Args:
@@ -667,8 +667,8 @@ def _chat_notes(chat_counts: Mapping[str, Mapping[str, Any]]) -> list[str]:
         if num_unusable:
             reasons = ", ".join(f"{kind} {count}" for kind, count in counts["unusable"].items())
             notes.append(
-                f"{name}: the chat model gave no usable answer for {num_unusable} of "
-                f"{counts['num_asked']} queries ({reasons}). They were ranked without it."
+                f"{name}: the chat model gave no usable answer to {num_unusable} of "
+                f"{counts['num_asked']} questions ({reasons}). The ranker went on without it."
             )
         # A ranker of SkillFlow asks a chat model which skills to accept, in the filters `relevancy`
         # and `specificity`.

@@ -33,6 +33,7 @@ class RankerConfig(Config):
         gives_scores: The scores say how well a skill fits, so a student can learn from them.
         can_be_leg: `fuse` can join the ranker with others.
         can_be_expanded: `expand` can send its written queries to the ranker.
+        can_be_interleaved: `interleave` can send its searches to the ranker.
         stored_part: Class of the data about a pool that an index stores for the ranker; None for
             no data. The class has a method `load(folder)`, and the result of `open` has a method
             `save_part`.
@@ -46,6 +47,7 @@ class RankerConfig(Config):
     gives_scores: ClassVar[bool] = True
     can_be_leg: ClassVar[bool] = True
     can_be_expanded: ClassVar[bool] = True
+    can_be_interleaved: ClassVar[bool] = True
     stored_part: ClassVar[Any] = None
     key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1}
     if TYPE_CHECKING:  # as fields of this class, they would come first in every written recipe

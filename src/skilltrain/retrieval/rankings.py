@@ -30,6 +30,7 @@ class SavedConfig(RankerConfig):
     is_remote = True
     answers_new_queries = False
     can_be_expanded = False
+    can_be_interleaved = False
 
     def check(self) -> None:
         for path in self.rankings:

@@ -71,6 +71,7 @@ class AskingConfig(PromptFileConfig, RankerConfig):
     asks_chat_model = True
     can_be_leg = False
     can_be_expanded = False
+    can_be_interleaved = False
 
     @property
     def server(self) -> LLMConfig:
