@@ -136,6 +136,23 @@ def runs(tmp_path_factory, model_folders):
     return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])[0]
 
 
+@pytest.fixture(scope="session")
+def general_requests(tmp_path_factory):
+    """A file with every tenth general request, for calibrations that take a tenth of the time."""
+    from skilltrain.serving.calibrate import GENERAL_REQUESTS
+
+    lines = GENERAL_REQUESTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    file = tmp_path_factory.mktemp("requests") / "general_requests.jsonl"
+    file.write_text("".join(lines[::10]), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def few_general_requests(general_requests, monkeypatch):
+    """Calibrate routers of this test with few general requests."""
+    monkeypatch.setattr("skilltrain.serving.calibrate.GENERAL_REQUESTS", general_requests)
+
+
 @pytest.fixture
 def server(monkeypatch):
     """A chat server whose answers name the seed of their request; the environment holds a key."""
