@@ -16,8 +16,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.fsync = lambda fd: None  # no test cuts the power
 
-# No test is timed: the machine may be busy.
-settings.register_profile("untimed", deadline=None)
+# No test is timed: the machine may be busy. Fifty examples find what a hundred find.
+settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 
 # Check the annotated shapes of these packages at every call; this precedes their first import.
@@ -134,6 +134,23 @@ def runs(tmp_path_factory, model_folders):
     from small_library import trained
 
     return trained(tmp_path_factory.getbasetemp() / "trained", model_folders["bert"])[0]
+
+
+@pytest.fixture(scope="session")
+def general_requests(tmp_path_factory):
+    """A file with every tenth general request, for calibrations that take a tenth of the time."""
+    from skilltrain.serving.calibrate import GENERAL_REQUESTS
+
+    lines = GENERAL_REQUESTS.read_text(encoding="utf-8").splitlines(keepends=True)
+    file = tmp_path_factory.mktemp("requests") / "general_requests.jsonl"
+    file.write_text("".join(lines[::10]), encoding="utf-8")
+    return file
+
+
+@pytest.fixture
+def few_general_requests(general_requests, monkeypatch):
+    """Calibrate routers of this test with few general requests."""
+    monkeypatch.setattr("skilltrain.serving.calibrate.GENERAL_REQUESTS", general_requests)
 
 
 @pytest.fixture

@@ -12,16 +12,21 @@ import pytest
 
 import skilltrain
 from faults import raises
+from skilltrain.serving import calibrate
 from small_library import QUERIES, forget_ranks
 
 SKILL = {"name": "pdf-merge", "description": "Merge PDFs", "body": "Use pypdf to join files."}
 
 
 @pytest.fixture(scope="module")
-def fitted(library, model_folders, tmp_path_factory):
+def fitted(library, model_folders, general_requests, tmp_path_factory):
     """Return the summary of `fit` with too few skills for training, and its messages."""
     out = tmp_path_factory.mktemp("fit") / "router"
-    with contextlib.redirect_stderr(io.StringIO()) as messages:
+    with (
+        contextlib.redirect_stderr(io.StringIO()) as messages,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setattr(calibrate, "GENERAL_REQUESTS", general_requests)
         summary = skilltrain.fit(library / "skills", out, base=str(model_folders["bert"]))
     return summary, messages.getvalue()
 
@@ -184,22 +189,24 @@ def test_repr_says_what_router_holds():
     assert repr(router) == "Router(1 skills; rankers: lexical; not calibrated)"
 
 
-def test_fit_takes_tables_in_memory(tmp_path):
+def test_fit_takes_tables_in_memory(model_folders, tmp_path):
     pandas = pytest.importorskip("pandas")
     queries = pandas.DataFrame({"query": ["Join PDFs"], "skill_ids": [["pdf-merge"]]})
+    base = str(model_folders["bert"])
 
-    summary = skilltrain.fit([SKILL], tmp_path, queries, train=False)
+    summary = skilltrain.fit([SKILL], tmp_path, queries, train=False, base=base)
 
     assert summary["num_skills"] == 1
     (row,) = (tmp_path / "queries.jsonl").read_text().splitlines()
     assert json.loads(row) == {"query": "Join PDFs", "skill_ids": ["pdf-merge"]}
 
 
-def test_fit_takes_one_query_file(tmp_path):
+def test_fit_takes_one_query_file(model_folders, tmp_path):
     queries = tmp_path / "queries.jsonl"
     queries.write_text('{"query": "Join PDFs", "skill_ids": ["pdf-merge"]}')
+    base = str(model_folders["bert"])
 
-    summary = skilltrain.fit([SKILL], tmp_path / "router", queries, train=False)
+    summary = skilltrain.fit([SKILL], tmp_path / "router", queries, train=False, base=base)
 
     assert summary["num_skills"] == 1
 

@@ -19,7 +19,7 @@ from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.tables import QUERIES, SKILLS, write_table
 from small_library import skilltrain, succeeds, write_recipe
-from test_cli import ROOT, finished, program
+from test_cli import finished, program
 from tiny_models import WORDS
 
 NUM_SKILLS = 60
@@ -232,9 +232,9 @@ def test_killed_run_keeps_finished_blocks(folder, model_folders, monkeypatch):
 
 @pytest.mark.slow
 def test_launcher_runs_recipe(folder):
-    launch = f"accelerate launch --config_file {ROOT}/launch/cpu.yaml"
+    launch = program("torchrun --nproc_per_node 1", folder / "recipe.yaml")
 
-    code, out, err = finished(program(launch, folder / "recipe.yaml"))
+    code, out, err = finished(launch)
 
     assert code == 0, err
     assert out.startswith(f"{folder}/encoded: vectors of ")

@@ -97,11 +97,22 @@ def write_run(config, finished):
     (config.out / "run.json").write_text(json.dumps(record))
 
 
+@pytest.fixture(scope="module")
+def three_checkpoints(tmp_path_factory, model_folders):
+    """Return the folder of three checkpoints, and models by step; step 4 is the best."""
+    config = config_of(tmp_path_factory.mktemp("checkpoints"), model_folders["bert"])
+    models = {step: add_checkpoint(config, step, best=4) for step in (2, 4, 10)}
+    return config.out / "checkpoints", models
+
+
 @pytest.fixture
-def unfinished(tmp_path, model_folders):
+def unfinished(tmp_path, model_folders, three_checkpoints):
     """Return settings, and models by step, of a run with three checkpoints; step 4 is the best."""
+    folder, models = three_checkpoints
     config = config_of(tmp_path, model_folders["bert"])
-    return config, {step: add_checkpoint(config, step, best=4) for step in (2, 4, 10)}
+    shutil.copytree(folder, config.out / "checkpoints")
+    write_run(config, finished=False)
+    return config, models
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import skilltrain
 from faults import raises
 from processes import start_apart
 from skilltrain.cli import main
+from skilltrain.serving import calibrate
 from skilltrain.serving import fit as fit_module
 from skilltrain.serving.fit import IN_USE, FitConfig, RouterComparison, compare_routers
 from skilltrain.serving.index import Index
@@ -23,7 +24,8 @@ from skilltrain.serving.router import Router
 from small_library import contents, forget_ranks, succeeds
 from small_library import skilltrain as skilltrain_command
 
-pytestmark = pytest.mark.slow
+# The router without training, a fixture of the module, is calibrated with all general requests.
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("few_general_requests")]
 TASK = "merge these pdf files"
 
 
@@ -60,11 +62,17 @@ class Fitted:
     mined_last: dict[Path, tuple[int, int]]
 
 
+def run_command(general_requests: Path, *arguments: object) -> None:
+    """Run a command in a process of its own, which calibrates with these general requests."""
+    calibrate.GENERAL_REQUESTS = general_requests
+    main([str(argument) for argument in arguments])
+
+
 @pytest.fixture(scope="module")
-def fitted(queries, skills, tmp_path_factory):
+def fitted(queries, skills, general_requests, tmp_path_factory):
     out = tmp_path_factory.mktemp("fit") / "router"
     command = ["fit", skills, "max_tokens=32", "--out", out, "--queries", queries]
-    call = partial(main, [str(argument) for argument in command])
+    call = partial(run_command, general_requests, *command)
     process = start_apart(call, tmp_path_factory.mktemp("output"), {})
     while not (out / "mined").is_dir() and process.is_alive():
         time.sleep(0.05)

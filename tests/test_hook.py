@@ -193,7 +193,7 @@ def test_it_prints_all_or_nothing_at_any_time_limit():
     """The limit ends each part of the work in turn, from reading to the end after printing."""
     with server(json.dumps(ANSWER).encode()) as (address, _):
         complete = hook(address, "join")
-        printed = {hook(address, "join", seconds=0.002 * number) for number in range(40)}
+        printed = {hook(address, "join", seconds=0.004 * number) for number in range(20)}
 
     assert "pdf-merge" in complete
     assert printed <= {"", complete}

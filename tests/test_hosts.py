@@ -1,8 +1,6 @@
 """Configuration of agent hosts, the plugin, and the project's own skill."""
 
-import asyncio
 import json
-import os
 import re
 import sys
 import tomllib
@@ -11,8 +9,6 @@ from pathlib import Path
 import pytest
 
 pytest.importorskip("mcp", reason="needs skilltrain[serve]")
-
-from mcp import Client, StdioServerParameters
 
 from skilltrain import Router
 from skilltrain import __version__ as skilltrain_version
@@ -81,21 +77,6 @@ def test_config_keeps_options(library, tmp_path, monkeypatch):
     expected = ["--watch", str(skills), "--flagged", "withhold", "--log", log]
     assert config["mcp_servers"]["skilltrain"]["args"][2:] == expected
     assert not (tmp_path / "requests").exists()
-
-
-@pytest.mark.slow
-def test_the_printed_command_starts(library):
-    router, _ = library
-    server = json.loads(print_config("cursor", router))["mcpServers"]["skilltrain"]
-    parameters = StdioServerParameters(**server, env=dict(os.environ))
-
-    async def search():
-        async with Client(parameters) as client:
-            return await client.call_tool("search_skills", {"query": "merge pdf files", "k": 1})
-
-    answer = asyncio.run(search())
-
-    assert answer.structured_content["skills"][0]["name"] == "pdf-merge"
 
 
 def test_the_file_is_named(library):

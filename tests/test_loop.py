@@ -1,5 +1,6 @@
 """The training loop: order, resuming, signals, bad gradients, the best step of a dev benchmark."""
 
+import functools
 import json
 import math
 import os
@@ -12,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.multiprocessing as multiprocessing
 
 import training_runs
 from faults import raises
+from processes import run_apart
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import locked
 from skilltrain.losses import InfoNCE
@@ -211,12 +212,11 @@ def test_learning_rate_warms_up_then_decays(uninterrupted):
 
 def test_killed_run_resumes_bit_identically(uninterrupted, model_folders, tmp_path):
     checkpoint_folder = tmp_path / "checkpoints"
-    with pytest.raises(multiprocessing.ProcessExitedException, match="SIGKILL"):
-        multiprocessing.spawn(
-            training_runs.killed_in_step,
-            args=(6, model_folders["bert_dropout"], tmp_path),
-            nprocs=1,
-        )
+    call = functools.partial(
+        training_runs.killed_in_step, 6, model_folders["bert_dropout"], tmp_path
+    )
+    (killed,) = run_apart(call)
+    assert killed.code == -signal.SIGKILL, killed
     assert sorted(path.name for path in checkpoint_folder.iterdir()) == ["step-2", "step-4"]
     assert len(log_of(tmp_path)) == 5
 

@@ -12,8 +12,6 @@ import re
 import shutil
 import socket
 import ssl
-import subprocess
-import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -36,7 +34,7 @@ from mcp_types import (
 from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
-from processes import start_apart
+from processes import run_apart, start_apart
 from skilltrain.cli import main
 from skilltrain.data.pool.read import read_pool
 from skilltrain.data.screening.bundled import MAX_BYTES
@@ -953,10 +951,6 @@ def library(tmp_path) -> tuple[Path, Path]:
     return router, skills
 
 
-def serve_command(router: Path, *options: object) -> list[str]:
-    return [sys.executable, "-m", "skilltrain", "serve", str(router), *map(str, options)]
-
-
 def wait_until(condition, seconds: float = 240) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -1012,10 +1006,11 @@ def script(library) -> Path:
 
 
 @pytest.mark.slow
-def test_an_agent_starts_it_over_stdio(library, script):
+def test_an_agent_starts_the_printed_command(library, script):
     router, _ = library
-    program, *arguments = serve_command(router)
-    parameters = StdioServerParameters(command=program, args=arguments, env=dict(os.environ))
+    config = json.loads(succeeds("serve", router, "--print-config", "cursor").out)
+    server = config["mcpServers"]["skilltrain"]
+    parameters = StdioServerParameters(**server, env=dict(os.environ))
 
     async def run():
         async with Client(parameters) as client:
@@ -1039,14 +1034,13 @@ def test_scripts_are_read_over_http(script, http_server):
 
 def test_stdio_says_how_to_connect(library):
     router, skills = library
-    command = serve_command(router, "--watch", skills)
+    command = ["serve", str(router), "--watch", str(skills)]
 
-    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    (ended,) = run_apart(functools.partial(main, command))  # nothing is on its stdin
 
-    assert ended.stdout == ""
-    assert (
-        f"claude mcp add skilltrain -- skilltrain serve {router} --watch {skills}" in ended.stderr
-    )
+    assert ended.code == 0, ended
+    assert ended.out == ""
+    assert f"claude mcp add skilltrain -- skilltrain serve {router} --watch {skills}" in ended.err
 
 
 @pytest.mark.parametrize(
@@ -1133,24 +1127,30 @@ def test_a_killed_server_loses_no_answer(http_server):
     assert [request.text for request in read_requests(http_server.log)] == [PDF_QUERY]
 
 
-def kill_while_writing(command: list[str], router: Path, delay: float) -> None:
+def kill_while_writing(arguments: list[str], router: Path, delay: float) -> None:
     """Kill a process `delay` seconds after it began to write an index."""
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
-        while process.poll() is None and not [*router.glob(".index-*.partial")]:
-            time.sleep(0.001)
-        time.sleep(delay)
-        process.kill()
+    process = start_apart(functools.partial(main, arguments), router.parent / "output", {})
+    while process.is_alive() and not [*router.glob(".index-*.partial")]:
+        time.sleep(0.001)
+    time.sleep(delay)
+    process.kill()
+    process.join()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "num_kills"),
-    [("index out={}", 3), ("serve {} --watch {}", 2)],
+    [
+        ("index out={router}", 3),
+        ("serve {router} --watch {skills} --mcp http --port {port}", 2),
+    ],
     ids=["index", "serve"],
 )
 def test_a_killed_update_leaves_a_whole_router(library, line, num_kills):
     router, skills = library
-    command = [sys.executable, "-m", "skilltrain", *line.format(router, skills).split()]
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    command = line.format(router=router, skills=skills, port=port).split()
     for number in range(num_kills):
         for n in range(100):
             write_skill(skills / "new", f"thing-{n}", f"handle thing{n} round{number}")

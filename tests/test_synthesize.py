@@ -541,7 +541,7 @@ def seeds(requests: list[dict[str, Any]]) -> Counter[int]:
 
 
 def failing_server(server: LLMServer) -> None:
-    """Let a third of all seeds fail once, and one in fifty of the others each time."""
+    """Let a third of all seeds fail once, and one in fifteen of the others each time."""
     passing = [
         Reply(status=429),
         Reply(status=429, headers={"Retry-After": "0.01"}),
@@ -571,30 +571,30 @@ def failing_server(server: LLMServer) -> None:
         num_tries[seed] += 1
         if seed % 3 == 0 and num_tries[seed] == 1:
             return passing[seed // 3 % len(passing)]
-        if seed % 50 == 1:
-            return lasting[seed // 50 % len(lasting)]
+        if seed % 15 == 1:
+            return lasting[seed // 15 % len(lasting)]
         return unique_reply(request)
 
     server.otherwise = reply
 
 
 def test_failing_server_loses_no_query(server, tmp_path):
-    write_skills(tmp_path, 1000)
+    write_skills(tmp_path, 300)
     failing_server(server)
     llm = chat(server, tmp_path / "cache", concurrency=32, timeout=3, max_retries=1)
 
     summary, out = run(tmp_path, "out", llm=llm)
 
     num_queries = read_table(out, QUERIES).num_rows
-    assert numbered_ids(out) | numbered_ids(out, DROPPED) == {f"s{i}#1" for i in range(1000)}
-    assert num_queries + summary["num_dropped"] == 1000
-    assert num_queries > 980
+    assert numbered_ids(out) | numbered_ids(out, DROPPED) == {f"s{i}#1" for i in range(300)}
+    assert num_queries + summary["num_dropped"] == 300
+    assert num_queries > 270
     assert set(seeds(server.answered).values()) == {1}
     assert_no_key(tmp_path)
 
 
 def test_finished_run_repeats_only_failed_requests(server, tmp_path):
-    write_skills(tmp_path, 200)
+    write_skills(tmp_path, 100)
     failing_server(server)
     llm = chat(server, tmp_path / "cache", concurrency=32, timeout=3, max_retries=1)
     first_summary, first = run(tmp_path, "first", llm=llm)
@@ -642,11 +642,11 @@ def wait_for_requests(server: LLMServer, process: ForkServerProcess, num_request
 
 @pytest.mark.slow
 def test_kill_repeats_at_most_requests_under_way(server, tmp_path):
-    write_skills(tmp_path, 1000)
+    write_skills(tmp_path, 300)
     failing_server(server)
     concurrency = 12
     settings = [f"llm.concurrency={concurrency}", "llm.timeout=3", "llm.max_retries=1"]
-    kill_points = (40, 300, 310, 900)
+    kill_points = (40, 100, 110, 270)
     for num_requests in kill_points:
         process = start_synthesize(server, tmp_path, *settings)
         wait_for_requests(server, process, num_requests)
@@ -657,7 +657,7 @@ def test_kill_repeats_at_most_requests_under_way(server, tmp_path):
 
     out = tmp_path / "out"
     num_repeated = sum(count - 1 for count in seeds(server.answered).values())
-    assert numbered_ids(out) | numbered_ids(out, DROPPED) == {f"s{i}#1" for i in range(1000)}
+    assert numbered_ids(out) | numbered_ids(out, DROPPED) == {f"s{i}#1" for i in range(300)}
     assert num_repeated <= len(kill_points) * concurrency
     assert_no_key(tmp_path)
 

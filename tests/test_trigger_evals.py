@@ -112,6 +112,7 @@ def test_queries_takes_trigger_evals(skills, tmp_path):
     assert unserved == '{"query": "hello"}\n'
 
 
+@pytest.mark.usefixtures("few_general_requests")
 def test_fit_calibrates_with_no_skill_rows(skills, model_folders, tmp_path):
     base = str(model_folders["bert"])
     out = tmp_path / "router"

@@ -65,7 +65,7 @@ def run(step: EncoderStep, out: Path, resume: bool) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in step.named_parameters()}
 
 
-def killed_in_step(rank: int, number: int, folder: Path, out: Path) -> None:
+def killed_in_step(number: int, folder: Path, out: Path) -> None:
     """Train until a kill -9 in the `number`-th step."""
     run(signal_in(new_step(folder), number, signal.SIGKILL), out, resume=False)
 
