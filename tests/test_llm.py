@@ -2,6 +2,7 @@
 
 import json
 import sqlite3
+import threading
 import time
 import traceback
 from dataclasses import dataclass
@@ -300,6 +301,14 @@ def test_one_thread_keeps_the_order():
     results = in_threads(str, range(20), 1)
 
     assert list(results) == [str(number) for number in range(20)]
+
+
+def test_threads_are_no_more_than_items():
+    num_threads = threading.active_count()
+    counts = in_threads(lambda _: threading.active_count() - num_threads, range(3), 1000)
+
+    # The pool has three threads of its own besides.
+    assert max(counts) <= 6
 
 
 def test_error_stops_threads():

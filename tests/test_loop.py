@@ -190,6 +190,7 @@ def test_only_matrices_decay():
     assert [parameter.shape for parameter in matrices["params"]] == [(3, 2)]
     assert vectors["weight_decay"] == 0
     assert [parameter.shape for parameter in vectors["params"]] == [(3,)] * 3
+    assert vectors["param_names"] == ["0.bias", "1.weight", "1.bias"]
 
 
 def test_log_has_metrics_of_every_step(uninterrupted):

@@ -102,12 +102,17 @@ def test_sharded_run_needs_adamw():
 def test_stopped_run_resumes_bit_identically(model_folders, tmp_path, optimizer):
     if optimizer.name == "adamw_8bit":
         pytest.importorskip("bitsandbytes")
-    config = CONFIG.model_copy(update={"optimizer": optimizer, "layer_decay": 0.9})
-    folder = model_folders["bert_dropout"]
 
-    def run(step, out, resume):
+    assert_resumes(optimizer, model_folders["bert_dropout"], tmp_path)
+
+
+def assert_resumes(optimizer, folder, out):
+    """Check that a run with this optimiser changes weights, and resumes to the same bits."""
+    config = CONFIG.model_copy(update={"optimizer": optimizer, "layer_decay": 0.9})
+
+    def run(step, name, resume):
         AcceleratorState._reset_state(reset_partial_state=True)
-        train(training_runs.accelerator(), step, config, Run(tmp_path / out, resume, {}))
+        train(training_runs.accelerator(), step, config, Run(out / name, resume, {}))
         return {name: value.detach().clone() for name, value in step.named_parameters()}
 
     whole = run(new_step(folder), "whole", resume=False)

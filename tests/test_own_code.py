@@ -1,12 +1,19 @@
-"""The recipes of examples/own_code: a loss on vectors, and a hook."""
+"""The examples in examples/own_code: a loss on vectors, hooks, and an optimiser."""
 
 import json
 import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
 
+from skilltrain.models.activations import checkpoint_layers
+from skilltrain.training.loop import new_optimizer
+from skilltrain.training.settings import TrainingConfig
 from small_library import succeeds
+from test_optimizers import assert_resumes
+from test_shared_prompt import pairs_of
 
 FOLDER = Path(__file__).parents[1] / "examples" / "own_code"
 
@@ -16,7 +23,7 @@ def example_modules(monkeypatch):
     """Make the modules of the examples importable."""
     monkeypatch.syspath_prepend(FOLDER)
     yield
-    for name in ("align", "steps_since_best"):
+    for name in ("align", "compiled_layers", "muon", "steps_since_best"):
         sys.modules.pop(name, None)
 
 
@@ -62,3 +69,76 @@ def test_hook_logs_steps_since_best_evaluation(example_modules, runs, model_fold
 
     steps = [row["steps_since_best"] for row in rows if "loss" in row]
     assert steps[:3] == [1, 2, 1]  # the first evaluation follows step 2
+
+
+def test_muon_trains_matrices_of_layers(example_modules):
+    torch.manual_seed(0)
+    parts = {"embeddings": torch.nn.Embedding(6, 4), "dense": torch.nn.Linear(4, 3)}
+    model = torch.nn.ModuleDict(parts)
+    config = TrainingConfig.model_validate({"optimizer": {"name": "muon:Muon"}})
+    before = model["dense"].weight.detach().clone()
+
+    optimizer = new_optimizer(model, config)
+    model["dense"](model["embeddings"](torch.arange(6))).square().sum().backward()
+    optimizer.step()
+
+    states = {name: {*optimizer.state[value]} for name, value in model.named_parameters()}
+    assert states.pop("dense.weight") == {"momentum_buffer"}
+    assert all(state == {"step", "exp_avg", "exp_avg_sq"} for state in states.values())
+    # A step of Muon has singular values near 0.2 times the root of the longer side.
+    decayed = before * (1 - config.learning_rate * config.weight_decay)
+    step = (decayed - model["dense"].weight.detach()) / config.learning_rate
+    assert torch.linalg.svdvals(step).tolist() == pytest.approx([0.4] * 3, rel=0.5)
+
+
+def test_run_with_muon_resumes_bit_identically(
+    example_modules, fresh_accelerate, model_folders, tmp_path
+):
+    optimizer = TrainingConfig.model_validate({"optimizer": {"name": "muon:Muon"}}).optimizer
+
+    assert_resumes(optimizer, model_folders["bert_dropout"], tmp_path)
+
+
+def test_recipe_with_muon_lowers_loss(example_modules, runs, model_folders, tmp_path):
+    settings = "training={optimizer: {name: 'muon:Muon'}, epochs: 4, batch_size: 12,"
+    settings += " accumulation: 1, learning_rate: 1.0e-3}"
+
+    rows = train("muon.yaml", runs, model_folders["bert"], tmp_path / "out", settings)
+
+    assert rows[-1]["loss"] < rows[0]["loss"]
+
+
+def test_compiled_parts_share_few_graphs(example_modules, open_reranker_of):
+    import compiled_layers
+
+    reranker = open_reranker_of("qwen3_reranker").train()
+    checkpoint_layers(reranker.network)
+    # The continuations of these texts form one to four buckets. See `_MIN_RELATIVE_LENGTH`.
+    groups = [pairs_of(lengths) for lengths in ([9, 8], [40, 9, 9], [90, 40, 9], [90, 40, 9, 3])]
+    vector = reranker.score_vector().detach()
+    expected = [reranker.score(pairs, vector) for pairs in groups]
+    counter = CompileCounter()
+    compiled_layers.compile_parts(reranker.network, backend=counter, fullgraph=True)
+
+    scores = [reranker.score(pairs, vector) for pairs in groups]
+
+    for compiled, plain in zip(scores, expected, strict=True):
+        assert torch.allclose(compiled, plain, atol=1e-6)
+    torch.cat(scores).sum().backward()
+    # One graph is that of the feed-forward network. The norms have three: for tokens, for the heads
+    # of queries, and for the only key head of this model.
+    assert counter.frame_count == 4
+
+
+def test_hook_compiles_after_first_step(example_modules, open_reranker_of, monkeypatch):
+    import compiled_layers
+
+    compiled = []
+    monkeypatch.setattr(compiled_layers, "compile_parts", compiled.append)
+    reranker = open_reranker_of("qwen3_reranker")
+    hook = compiled_layers.CompiledLayers()
+
+    for step in (1, 2):
+        hook.on_step(step, {}, reranker)
+
+    assert compiled == [reranker.network]

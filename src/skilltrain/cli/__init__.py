@@ -30,7 +30,8 @@ from skilltrain.texts import one_line
 _NO_MEMORY = re.compile(
     "allocate memory|unable to allocate|failed to map segment|bad_alloc|CUDA out of memory", re.I
 )
-# Messages of gloo and NCCL if another process of a distributed run is gone.
+# Messages of gloo and NCCL if another process of a distributed run is gone. A test causes the
+# message of gloo. That of NCCL is from reports of others, and was never seen here.
 _LOST_RANK = re.compile("Connection (closed|reset) by peer|remote process exit")
 # Exit codes.
 _FAULT = 2

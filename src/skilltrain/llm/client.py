@@ -7,7 +7,7 @@ Notes:
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
 from multiprocessing.pool import ThreadPool
@@ -225,7 +225,7 @@ class LLM:
 
 
 def in_threads(
-    work: Callable[[ItemT], ReplyT], items: Iterable[ItemT], num_threads: int
+    work: Callable[[ItemT], ReplyT], items: Sequence[ItemT], num_threads: int
 ) -> Iterator[ReplyT]:
     """Call a function on all items in threads, and yield the results as they are ready.
 
@@ -235,7 +235,7 @@ def in_threads(
     Args:
         work: The function, such as one that sends a request.
         items: Its arguments.
-        num_threads: Number of items that run at the same time.
+        num_threads: Most items that run at the same time.
     """
     errors: list[Exception] = []
 
@@ -248,7 +248,8 @@ def in_threads(
             errors.append(error)
             return []
 
-    with ThreadPool(num_threads) as pool:
+    # A thread reserves 8 MB of addresses, so start no more threads than there are items.
+    with ThreadPool(max(1, min(num_threads, len(items)))) as pool:
         for replies in pool.imap_unordered(run, items):
             yield from replies
     if errors:

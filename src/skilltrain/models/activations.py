@@ -54,9 +54,10 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     # Measure the bytes that are kept for texts of N, 2 N and 3 N tokens, N = _NUM_TOKENS.
     with FakeTensorMode(allow_non_fake_inputs=True):
         # Replace weights on the device meta by fake tensors on `device`, where the token ids are.
+        # Replace all floats too, because 4-bit layers would change the dtype of their biases.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
-            if value.is_meta:
+            if value.is_meta or value.is_floating_point():
                 empty = torch.empty_like(value, device=device)
                 weights[name] = empty.requires_grad_(value.requires_grad)
 

@@ -149,7 +149,7 @@ def new_optimizer(model: nn.Module, config: TrainingConfig) -> Optimizer:
             group = {"params": [], "weight_decay": decay, "rate_scale": scale}
             # Add the parameter to the group with its decay and scale. The new group is used only
             # if there is no such group yet.
-            groups.setdefault((decay, scale), group)["params"].append(parameter)
+            groups.setdefault((decay, scale), group)["params"].append((name, parameter))
     return config.optimizer.create([*groups.values()], config.learning_rate)
 
 

@@ -1,0 +1,43 @@
+"""A hook that compiles parts of each layer, for example of a reranker of Qwen3's architecture:
+
+    PYTHONPATH=examples/own_code skilltrain train recipes/sr_rank_0.6b.yaml \
+        'training.hooks=["compiled_layers:CompiledLayers"]'
+"""
+
+from typing import Any
+
+from torch import nn
+
+from skilltrain.training.hooks import Hook
+
+# Attention is left out: its loop over buckets needs a graph for each number of buckets.
+COMPILED_CLASSES = ("MLP", "RMSNorm")
+
+
+class CompiledLayers(Hook):
+    """Compiles norms and feed-forward networks after the first step.
+
+    A resumed run has one more step without compilation, so its result may differ by rounding.
+    """
+
+    def __init__(self) -> None:
+        self.is_compiled = False
+
+    def on_step(self, step: int, metrics: dict[str, float], model: nn.Module) -> None:
+        if not self.is_compiled:
+            compile_parts(model.network)
+            self.is_compiled = True
+
+
+def compile_parts(network: nn.Module, **options: Any) -> None:
+    """Compile the parts of all layers whose class has a name such as `Qwen3MLP`.
+
+    The layers share a graph, and so do texts of all lengths.
+
+    Args:
+        network: The transformer.
+        **options: Further options of torch.compile.
+    """
+    for module in network.modules():
+        if type(module).__name__.endswith(COMPILED_CLASSES):
+            module.compile(dynamic=True, **options)
