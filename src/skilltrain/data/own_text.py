@@ -39,6 +39,7 @@ _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
 _MIN_SHARED_WORDS = 3  # of a request and the rest of the description
 _MIN_LONG_REQUEST_WORDS = 6  # a request this long is seldom vague
+_MIN_LONG_NAMING_WORDS = 4  # the same for a request with a name, and for a Chinese request
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -211,13 +212,15 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     is_named = pattern("named_thing").search(request) is not None
     # The first sentence says what the skill is for.
     is_main = passage.text in sentences_of(skill.description)[0] and num_words(request) > MIN_WORDS
+    is_concise = is_named or not request.isascii()
+    min_words = _MIN_LONG_NAMING_WORDS if is_concise else _MIN_LONG_REQUEST_WORDS
     signs = [
         kind == "use",
         # One thing, or a thing of the user
         pattern("single_thing").search(request) is not None,
         not stems.isdisjoint(_stems(skill.name)),
         len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
-        num_words(request) >= _MIN_LONG_REQUEST_WORDS,
+        num_words(request) >= min_words,
     ]
     # A name and the first sentence are stronger signs than the others.
     return sum(signs) + 2 * is_named + 2 * is_main
