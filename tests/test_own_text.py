@@ -85,7 +85,13 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Read the log of a run and leaves a list of faults.",  # mixed forms
         "WHERE clauses, ORDER BY clauses and date literals",
         "Release planning & coordination with all teams",
-        "Add the recipe to any list of a user.",  # claims about the tool
+        "Add the recipe to any lists of a user.",  # claims about the tool
+        "Search 78 public databases of proteins.",
+        "Reserve tables before the user approval of a plan.",  # words to the agent
+        "Turn brittle scripts into resilient workflows.",  # a slogan
+        "Read the menus of a phone line, handle calls and hang up",  # two tasks without "and"
+        "Plan a trip to a given city.",  # a gap for a word
+        "Sort the photos of a folder, or print them",  # alternatives
         "Test an agent against attacks across 14 categories.",
         "Sort the invoices, pay the bills, send the letters, and write the minutes",
         "该平台的命令行工具",
@@ -112,6 +118,10 @@ def test_fragment_makes_no_request(text: str):
         "监控各项成长指标",
         "Get variety with many rotating prompts",  # verbs that say little
         "Take any action on my account",
+        "Create a new piece",  # objects that may be anything
+        "Distribute content across platforms",
+        "Start the first step",
+        "Store it in a table of the project",  # "it" points elsewhere
     ],
 )
 def test_vague_text_makes_no_request(text: str):
@@ -123,7 +133,9 @@ def test_vague_text_makes_no_request(text: str):
     [
         "Find open invoices of one client",  # a preposition
         "Convert a CHANGELOG.md file",  # a name
-        "Find unused and outdated packages quickly",  # six words
+        "Find unused and outdated packages of a project",  # seven words
+        "Send Slack messages",  # three words with a name
+        "Read a table of sales and sort it by month",  # "it" has a noun in front
         "Merge all the invoices, receipts, and orders of one year into one PDF file",
         "Read the log of a failed run and list its faults",
     ],
@@ -160,20 +172,74 @@ def test_name_is_removed_with_its_phrase(text: str, expected: int):
     assert words == ([expected] if expected else [])
 
 
-def test_passages_become_queries():
-    queries, remainder = own_queries(INVOICES, 9, 0)
+@pytest.mark.parametrize(
+    ("text", "request_text"),
+    [
+        ("Create robust reports for my sales team.", "Create reports for my sales team"),
+        ("Write an advanced test for my parser.", "Write a test for my parser"),
+        ("Convert any page of a site to Markdown.", "Convert a page of a site to Markdown"),
+        ("Reduce PDF sizes for faster sharing.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes while keeping the quality.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes with smart image scoring.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes across multiple folders.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes automatically.", "Reduce PDF sizes"),
+        ("Build an SQL query from natural language.", "Build an SQL query"),
+        ("Mark a PDF file with a logo.", "Mark a PDF file with a logo"),
+        ("Test Node apps with GitHub Actions.", "Test Node apps with GitHub Actions"),
+        ("Compare two invoices with old orders.", "Compare two invoices with old orders"),
+        ("检测代码中的安全漏洞，保护用户免受攻击。", "检测代码中的安全漏洞"),
+    ],
+)
+def test_praise_is_cut_from_request(text: str, request_text: str):
+    assert requests(text) == [request_text]
 
-    assert set(queries) == {
-        "Sort scanned invoices by supplier and month",
-        "Match invoices with purchase orders automatically",
-        "Rename scanned invoices after my suppliers",
-    }
-    for passage in ("by supplier and month", "purchase orders", "renames"):
-        assert passage in BODY
-        assert passage not in remainder.body
+
+def test_clearest_level_becomes_queries():
+    queries, remainder = own_queries(INVOICES, 1, 0)
+
+    assert queries == ["Sort scanned invoices by supplier and month"]
+    assert "by supplier and month" in BODY
+    assert "by supplier and month" not in remainder.body
     assert "secret_folder" in remainder.body
     assert "salaries" in remainder.body
     assert remainder.description == DESCRIPTION
+
+
+@pytest.mark.parametrize(
+    ("line", "query"),
+    [
+        ('You may say "Sort my PDF invoices by month" to begin.', "Sort my PDF invoices by month"),
+        ('The agent asks: "How many invoices are in my PDF file?"', None),  # the agent's question
+        ("### Sort my PDF invoices by month", "Sort my PDF invoices by month"),
+        ("### Sort My PDF Invoices by Month", None),  # a title
+    ],
+)
+def test_quoted_tasks_and_headings_become_queries(line: str, query: str | None):
+    skill = Skill("s1", "invoice-sorter", "Files paper of one office.", f"# Sorter\nIt\n{line}\n")
+
+    queries, remainder = own_queries(skill, 1, 0)
+
+    assert queries == ([query] if query else [])
+    assert query is None or query not in remainder.body
+
+
+def test_table_cells_become_queries():
+    body = "## When to use\n| Task | Tool |\n| Sort my PDF invoices by month | sorter |\n"
+
+    queries, _ = own_queries(Skill("s1", "invoice-sorter", "Files old paper.", body), 1, 0)
+
+    assert queries == ["Sort my PDF invoices by month"]
+
+
+def test_long_copies_of_shortened_request_are_removed():
+    text = "Reduce PDF sizes of my bills for faster sharing of many large files"
+    description = f"Tidy folders of small shops. {text}."
+    body = f"# Sizes\n{text} and chat.\n"
+
+    queries, remainder = own_queries(Skill("s1", "squeezer", description, body), 1, 0)
+
+    assert queries == ["Reduce PDF sizes of my bills"]
+    assert "faster sharing" not in remainder.description + remainder.body
 
 
 def test_chinese_passages_become_queries():
@@ -198,15 +264,15 @@ def test_description_keeps_saying_what_skill_does():
 @pytest.mark.parametrize(
     ("feature", "num_queries"),
     [
-        ("Combine results from multiple old runs", 0),  # nothing specific, and no word of the name
-        ("Combine PDF results from multiple old runs", 1),  # a name
-        ("Combine results of multiple ledger runs", 1),  # a word of the skill's name
-        ("Combine results of banks for an audit", 1),  # three words of the description
+        ("Merge sums of old runs", 0),  # nothing specific, and no word of the name
+        ("Merge sums of old PDF runs into files", 1),  # a name
+        ("Merge an old ledger of sums into files", 1),  # one thing, and a word of the skill's name
+        ("Merge sums of banks for an audit", 1),  # three words of the description
         ("Repair DVD players of an old type", 0),  # another topic
     ],
 )
 def test_only_clear_features_become_queries(feature: str, num_queries: int):
-    description = "Results that banks publish. Combine sums for an audit."
+    description = "Results that banks publish. Add sums up for an audit."
     skill = Skill("s1", "ledger-keeper", description, f"## Features\n- {feature}\n")
 
     queries, _ = own_queries(skill, 3, 0)
@@ -246,14 +312,14 @@ def test_any_verb_says_what_skill_is_for():
 
 
 def test_repeats_of_passage_are_removed():
-    description = "Tidy bookkeeping for small shops. Match invoices with purchase orders."
-    body = "# Sorter\n\nMatch all invoices with purchase orders.\n\nWork through the list."
+    description = "Tidy bookkeeping for small shops. Match PDF invoices with purchase orders."
+    body = "# Sorter\n\nMatch all PDF invoices with purchase orders.\n\nWork through the list."
 
     queries, remainder = own_queries(Skill("s1", "sorter", description, body), 1, 0)
 
     assert queries[0] in {
-        "Match invoices with purchase orders",
-        "Match all invoices with purchase orders",
+        "Match PDF invoices with purchase orders",
+        "Match all PDF invoices with purchase orders",
     }
     assert "Match" not in remainder.description + remainder.body
     assert remainder.description.startswith("Tidy bookkeeping for small shops.")
@@ -272,12 +338,13 @@ def test_first_paragraph_replaces_masked_description():
 
 
 def test_same_seed_gives_same_queries():
-    skills = [Skill(f"s{i}", INVOICES.name, DESCRIPTION, BODY) for i in range(20)]
+    body = "## When to use\n- Sort my PDF invoices by month\n- Scan my PDF invoices by year\n"
+    skills = [Skill(f"s{i}", "sorter", DESCRIPTION, body) for i in range(20)]
 
     results = [own_queries(skill, 1, 0) for skill in skills]
 
     assert results == [own_queries(skill, 1, 0) for skill in skills]
-    assert len({queries[0] for queries, _ in results}) > 2, "skills differ in the kind of passage"
+    assert len({queries[0] for queries, _ in results}) == 2, "skills differ in the passage"
 
 
 def test_real_skills_give_queries():
@@ -294,7 +361,7 @@ def test_real_skills_give_queries():
             assert not names_skill(query, skill.name)
             assert query not in f"{remainder.description}\n{remainder.body}"
 
-    assert num_with_query >= 0.5 * len(skills)
+    assert num_with_query >= 0.55 * len(skills)
 
 
 @given(st.text(max_size=300), st.text(max_size=20))
@@ -306,7 +373,17 @@ def test_any_skill_gives_valid_queries(text: str, name: str):
     assert not queries or remainder.description
 
 
-@pytest.mark.parametrize("text", [f"a{' ' * 19_000}b", "a" * 19_000, "检查引用内容" * 3_000])
+@pytest.mark.parametrize(
+    "text",
+    [
+        f"a{' ' * 19_000}b",
+        "a" * 19_000,
+        "检查引用内容" * 3_000,
+        "sort a list with " * 6_000,
+        "x|" * 50_000,
+        "any " * 25_000,
+    ],
+)
 def test_hostile_texts_are_read_once(text: str):
     """These texts took from ten seconds to minutes when patterns read them again and again."""
     skill = Skill("s", "name", f"Join PDF files. {text}", f"## Features\n- {text}")

@@ -47,7 +47,7 @@ RunOutput = tuple[dict[str, Any], Path]
 def skill(number: int, name: str = "invoice-sorter", **changed: Any) -> Skill:
     """Make a skill that shares no line with another."""
     fields = {
-        "description": f"Tidy paper. Sorts the paper of office {number} by month.",
+        "description": f"Tidy paper. Use when sorting the paper of office {number} by month.",
         "body": (
             f"# Sorter\n## When to use\n- User wants to find paper of client {number} by name\n"
         ),

@@ -16,8 +16,10 @@ import yaml
 from skilltrain.data.query_texts import names_skill, without_name
 from skilltrain.texts import num_words, one_line
 
-MIN_WORDS = 4  # of a request
+MIN_WORDS = 3  # of a request
 MAX_WORDS = 30
+_MIN_CLAUSE_CHARS = 6  # of a clause that makes a request
+_MAX_CLAUSE_CHARS = 1_000  # of a clause that makes a request
 _NAME = "\ue000"  # stands for the name of the skill in a text
 
 
@@ -188,6 +190,9 @@ def _request_of(clause: str, name: str, expects_gerund: bool) -> str:
     Returns:
         The request; an empty text if the clause makes none.
     """
+    # No request is this short or long. Some patterns would take long for a very long text.
+    if not _MIN_CLAUSE_CHARS <= len(clause) <= _MAX_CLAUSE_CHARS:
+        return ""
     text = _as_imperative(_without_lead(clause, name), expects_gerund)
     for regex, replacement in _replacements("changes"):
         text = regex.sub(replacement, text)

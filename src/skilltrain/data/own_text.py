@@ -1,15 +1,18 @@
 """Queries from a skill's own text, without a model.
 
 A query is a request made from a passage that says what the skill does or when to use it: a quoted
-request, or a clause of the description, of a "when to use" section, of the overview or of a list
-of features. As in the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv 1906.00300), the
-passage is removed from the skill. The description still says what the skill is for.
+request, a heading, or a clause of the description, of a "when to use" section, of the overview or
+of a list of features. As in the inverse cloze task (Lee, Chang and Toutanova 2019, arXiv
+1906.00300), the passage is removed from the skill. The description still says what the skill is
+for.
 """
 
 import random
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import chain, zip_longest
 from typing import Literal
 
@@ -30,10 +33,13 @@ from skilltrain.texts import num_words, one_line, words_of
 
 Kind = Literal["quote", "use", "description", "feature"]
 
+_MIN_CLARITY = 3  # of a request that is not a quotation of a user
+_MAX_DESCRIPTION_CHARS = 5_000  # no query is made for a skill with a longer description
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
 _MIN_SHARED_WORDS = 3  # of a request and the rest of the description
-_MIN_LONG_REQUEST_WORDS = 8  # a request this long from the first sentence is seldom vague
+_MIN_LONG_REQUEST_WORDS = 6  # a request this long is seldom vague
+_MIN_LONG_NAMING_WORDS = 4  # the same for a request with a name, and for a Chinese request
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request if so much of their words agrees (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -44,6 +50,7 @@ _HEADING = re.compile(r"(#{1,6})\s+(.*)|\*\*([^*]+)\*\*[:：]?$")
 _QUOTED = re.compile('["“「]([^"“”「」\n]{8,200})["”」]')
 # Spaces of hostile texts. Patterns would take very long for them.
 _MANY_SPACES = re.compile(r"[ \t]{100,}")
+_REMARK = re.compile(r"\([^()]*\)")  # in parentheses
 # Signs and conjunctions at the start of a text, or twice, where a clause was removed
 _LOOSE_SIGNS = re.compile(r"^\W*(?:(?:and|or|then)\s+)?(?=\w)|(?<=,)\s*,")
 
@@ -65,6 +72,9 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     description = _MANY_SPACES.sub(" ", skill.description)
     body = _MANY_SPACES.sub(" ", skill.body)
     skill = replace(skill, description=description, body=body)
+    if len(description) > _MAX_DESCRIPTION_CHARS:
+        return [], skill
+
     # Choose passages without which the description still says what the skill is for.
     passages = _rank_passages(skill, seed)
     chosen: dict[str, Passage] = {}  # by casefolded request, so that no two are equal
@@ -82,14 +92,14 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
     if chosen:
         body = skill.body
         for passage in chosen.values():
-            body = _without_repeats(body.replace(passage.text, ""), passage.request)
+            body = _without_repeats(body.replace(passage.text, ""), passage)
         queries = [passage.request for passage in chosen.values()]
         return queries, replace(skill, description=description, body=body)
 
     # Without any of the passages, the description does not say what the skill is for. The first
     # paragraph of the body takes its place, as in skills that have no description.
     for passage, _ in passages:
-        body = _without_repeats(skill.body.replace(passage.text, ""), passage.request)
+        body = _without_repeats(skill.body.replace(passage.text, ""), passage)
         paragraph = first_paragraph(body)
         if _is_description(paragraph):
             return [passage.request], replace(skill, description=paragraph, body=body)
@@ -108,9 +118,9 @@ def _rank_passages(skill: Skill, seed: int) -> list[tuple[Passage, int]]:
     rng.shuffle(kinds)
     passages_by_kind: dict[Kind, list[tuple[Passage, int]]] = {kind: [] for kind in kinds}
     for kind, passage in [*_header_passages(skill), *_body_passages(skill)]:
-        clarity = _clarity(passage, skill)
+        clarity = _clarity(passage, kind, skill)
         # A quoted request of a user need not be specific.
-        if kind == "quote" or clarity > 0:
+        if kind == "quote" or clarity >= _MIN_CLARITY:
             passages_by_kind[kind].append((passage, clarity))
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
@@ -123,8 +133,10 @@ def _rank_passages(skill: Skill, seed: int) -> list[tuple[Passage, int]]:
 
 def _header_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
     """Yield the passages of the description and of `when_to_use`, with their kinds."""
-    for passage in passages_of(skill.description, skill.name):
-        yield "description", passage
+    for sentence in sentences_of(skill.description):
+        is_about_use = pattern("about_use").match(sentence) is not None
+        for passage in passages_of(sentence, skill.name):
+            yield "use" if is_about_use else "description", passage
     when_to_use = skill.when_to_use or ""
     for passage in passages_of(when_to_use, skill.name, is_about_use=True):
         yield "use", passage
@@ -135,8 +147,8 @@ def _header_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
 def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
     """Yield the passages of the body, with their kinds.
 
-    They stand in "when to use" sections, in lists of features, and in the first line of the body or
-    of its overview.
+    They stand in "when to use" sections, in lists of features, in the first line of the body or of
+    its overview, in quotations and in headings.
     """
     heading = ""  # of the section that the line is in
     list_intro = ""  # sentence in front of the list that the line is in
@@ -151,6 +163,10 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             list_intro = ""
             is_title = heading_match[1] == "#"
             awaits_overview = is_title or pattern("overview").search(heading) is not None
+            # A heading such as "Merge two files" names a task. "Merge Mode" is a title.
+            if pattern("sentence_case").match(heading):
+                for passage in passages_of(heading, skill.name):
+                    yield "feature", passage
             continue
         # A line such as "You can use it to:" introduces a list.
         if line.rstrip().endswith((":", "：", "…")):
@@ -168,54 +184,97 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
                 yield "use", passage
             for passage in _quotations(line, skill.name):
                 yield "quote", passage
-        elif is_overview or pattern("features").search(context):
+            continue
+
+        # A question elsewhere may be one of the agent. A quoted task is one of a user.
+        for passage in _quotations(line, skill.name):
+            if not pattern("spoken").match(passage.request):
+                yield "feature", passage
+        if is_overview or pattern("features").search(context):
             for passage in passages_of(line, skill.name):
                 yield "feature", passage
 
 
-def _clarity(passage: Passage, skill: Skill) -> int:
+def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     """Count the signs that the request of a passage can be understood alone.
 
-    "Combine results from multiple runs" has none of the signs.
+    "Merge results from multiple runs" has none of the signs.
 
     Returns:
-        A number from 0 to 4. It is 0 too if the request is about another topic than the skill.
+        A number from 0 to 9. It is 0 too if the request is about another topic than the skill.
     """
+    request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.
-    stems = _stems(passage.request.partition(" ")[2] or passage.request[2:])
-    if stems.isdisjoint(_stems(f"{skill.name} {skill.description}")):
+    stems = _stems(request.partition(" ")[2] or request[2:])
+    if not _is_on_topic(passage, stems, skill):
         return 0
-    first_sentence = sentences_of(skill.description)[0]
+    # A name, such as "PDF" or "config.json"
+    is_named = pattern("named_thing").search(request) is not None
+    # The first sentence says what the skill is for.
+    is_main = passage.text in sentences_of(skill.description)[0] and num_words(request) > MIN_WORDS
+    is_concise = is_named or not request.isascii()
+    min_words = _MIN_LONG_NAMING_WORDS if is_concise else _MIN_LONG_REQUEST_WORDS
     signs = [
-        # A name, such as "PDF" or "config.json"
-        pattern("named_thing").search(passage.request) is not None,
+        kind == "use",
+        # One thing, or a thing of the user
+        pattern("single_thing").search(request) is not None,
         not stems.isdisjoint(_stems(skill.name)),
         len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
-        # A long request from the first sentence, which says what the skill is for
-        passage.text in first_sentence and num_words(passage.request) >= _MIN_LONG_REQUEST_WORDS,
+        num_words(request) >= min_words,
     ]
-    return sum(signs)
+    # A name and the first sentence are stronger signs than the others.
+    return sum(signs) + 2 * is_named + 2 * is_main
+
+
+def _is_on_topic(passage: Passage, stems: set[str], skill: Skill) -> bool:
+    """Return whether a request shares a stem with the header of its skill, or three with the body.
+
+    Args:
+        passage: The passage that makes the request.
+        stems: Stems of the request without its verb.
+        skill: The skill.
+    """
+    if not stems.isdisjoint(_stems(f"{skill.name} {skill.description}")):
+        return True
+    # Count only stems that occur in the body outside the passage.
+    rest_of_body = _count_stems(skill.body[:_BODY_CHARS]) - _count_stems(passage.text)
+    return sum(stem in rest_of_body for stem in stems) >= _MIN_SHARED_WORDS
 
 
 def _stems(text: str) -> set[str]:
-    """Return the first five letters of each long word, so that "image" matches "images".
+    """Return the stems of the words of a text."""
+    return set(_count_stems(text))
+
+
+@lru_cache(maxsize=8)  # all passages of a skill are compared with the same body
+def _count_stems(text: str) -> Counter[str]:
+    """Count the first five letters of each long word, so that "image" matches "images".
 
     Short words in other scripts count, because a Chinese word has few characters.
     """
-    return {word[:_STEM_CHARS] for word in words_of(text) if len(word) > 3 or not word.isascii()}
+    return Counter(
+        word[:_STEM_CHARS] for word in words_of(text) if len(word) > 3 or not word.isascii()
+    )
 
 
 def _quotations(text: str, name: str) -> Iterator[Passage]:
     """Yield the quotations in a text that are requests of a user and do not name the skill."""
     for quotation in _QUOTED.findall(text):
         request = one_line(quotation).rstrip(" ,;:，；：")
-        # A quotation is a request if it is a question or a sentence of a user, or names a task.
-        is_spoken = pattern("spoken").match(request) is not None
-        is_request = is_spoken or any(passages_of(request, name, is_about_use=True))
-        # "deploy X to [server]" has gaps for words, so it is not complete.
-        is_complete = num_words(request) >= MIN_WORDS and not pattern("gap").search(request)
-        if is_request and is_complete and not names_skill(request, name):
-            yield Passage(quotation, request)
+        # A question or a sentence of a user is a request. Another quotation must name one task.
+        passages = [Passage(quotation, request)]
+        if not pattern("spoken").match(request):
+            passages = [
+                passage
+                for passage in passages_of(quotation, name, is_about_use=True)
+                if passage.text == quotation
+            ]
+        for passage in passages:
+            # "deploy X to [server]" has gaps for words, so it is not complete.
+            is_long = num_words(passage.request) >= MIN_WORDS
+            is_complete = is_long and not pattern("gap").search(passage.request)
+            if is_complete and not names_skill(passage.request, name):
+                yield passage
 
 
 def _says_purpose(description: str, skill: Skill) -> bool:
@@ -258,24 +317,29 @@ def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
     for sentence in sentences_of(description):
         if passage.text in sentence:
             other_sentences = other_sentences.replace(sentence, "")
-    other_sentences = _without_repeats(other_sentences, passage.request).strip()
+    other_sentences = _without_repeats(other_sentences, passage).strip()
     if _says_purpose(other_sentences, skill):
         return other_sentences
 
     # Otherwise remove only the passage.
-    remaining = _without_repeats(description.replace(passage.text, ""), passage.request)
+    remaining = _without_repeats(description.replace(passage.text, ""), passage)
     return _LOOSE_SIGNS.sub("", remaining)
 
 
-def _without_repeats(text: str, request: str) -> str:
-    """Remove the clauses of a text that have nearly the words of a request.
+def _without_repeats(text: str, passage: Passage) -> str:
+    """Remove the clauses of a text that have nearly the words of a passage or of its request.
 
-    The Jaccard index of their words and the request's words is at least `_MIN_OVERLAP`.
+    The Jaccard index of their words is at least `_MIN_OVERLAP`. A request may be much shorter than
+    its passage. So a clause with all words of the request is removed too.
     """
-    request_words = set(words_of(request))
+    request_words = set(words_of(passage.request))
+    passage_words = set(words_of(_REMARK.sub("", passage.text)))
     for clause in clauses_of(text):
         words = set(words_of(clause))
-        num_shared = len(words & request_words)
-        if num_shared > 0 and num_shared >= _MIN_OVERLAP * len(words | request_words):
+        jaccard_indices = [
+            len(words & other_words) / max(1, len(words | other_words))
+            for other_words in (request_words, passage_words)
+        ]
+        if request_words <= words or max(jaccard_indices) >= _MIN_OVERLAP:
             text = text.replace(clause, "")
     return text
