@@ -3,8 +3,8 @@
 
 python benchmarks/interleaved.py POOL BENCHMARK OUT
 
-POOL is a pool of skills that holds the gold skills, and BENCHMARK has the tasks. OUT holds their
-texts, so it is outside the repository. BM25 is the router of all systems.
+POOL is a pool of skills that holds the gold skills, and BENCHMARK has the tasks. Choose OUT outside
+the repository, because it will hold texts of tasks and skills. BM25 answers all searches.
 
 As in skillweaver_llm.py, a server on this machine plays the chat model. It writes each new prompt
 to OUT/prompts.jsonl, with the keys `id`, `system` and `user`, and without the gold skills. An LLM
@@ -30,7 +30,7 @@ PER_ROUND = 5
 BEFORE = "before the task"
 QUERIES = f"before the task, {ROUNDS} queries"
 IN_ROUNDS = f"interleaved, {ROUNDS} rounds"
-# The systems are compared by the first measure.
+# Largest first: `evaluate` compares systems by the first measure, here Recall@15.
 MEASURES = [f"Recall@{number * PER_ROUND}" for number in range(ROUNDS, 0, -1)]
 
 
@@ -49,6 +49,7 @@ def evaluate(benchmark: Path, out: Path, **settings: Any) -> dict[str, Any]:
     """Run the stage `evaluate` and return its metrics."""
     shutil.rmtree(out, ignore_errors=True)
     values = {"benchmark": benchmark, "out": out, "depth": ROUNDS * PER_ROUND}
+    # The command line takes lists and mappings as YAML, and JSON is YAML too.
     values |= {name: json.dumps(value) for name, value in settings.items()}
     arguments = [f"{name}={value}" for name, value in values.items()]
     subprocess.run([sys.executable, "-m", "skilltrain", "evaluate", *arguments], check=True)
@@ -68,12 +69,12 @@ def write_equal_rankings(report: Path, out: Path) -> list[str]:
     ids_by_system: dict[str, dict[str, list[str]]] = {}
     rows = pq.read_table(report / "rankings.parquet").to_pylist()
     for row in sorted(rows, key=lambda row: row["rank"]):
-        ids_by_task = ids_by_system.setdefault(row["stage"], {})
+        ids_by_task = ids_by_system.setdefault(row["stage"], {})  # `stage` is the system's name
         ids_by_task.setdefault(row["query_id"], []).append(row["skill_id"])
 
     out.mkdir(exist_ok=True)
-    # A task without skills has no row.
     task_ids = {row["query_id"] for row in rows}
+    # If the model asks for no skill, the task has no row of this system.
     num_skills = {task_id: len(ids_by_system[IN_ROUNDS].get(task_id, ())) for task_id in task_ids}
     print(f"skills of {IN_ROUNDS}: mean {sum(num_skills.values()) / len(task_ids):.1f}")
 
@@ -123,6 +124,7 @@ def main() -> None:
         print(f"{num_prompts} prompts in {playback.file} have no answer in answers.jsonl")
         return
     files = write_equal_rankings(out / "report", out / "rankings")
+    # No ranking has more than 15 skills, so Recall@15 is plain recall.
     settings = {"predictions": files, "measures": MEASURES[:1]}
     equal = evaluate(arguments.benchmark, out / "equal", **settings)
     print_results("At most 5, 10 and 15 skills", metrics)
