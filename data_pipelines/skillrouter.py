@@ -6,10 +6,12 @@ Lists for the encoder, before it is trained:
     python data_pipelines/skillrouter.py SKILLS runs/full
 Lists for the reranker, with the trained encoder:
     python data_pipelines/skillrouter.py SKILLS runs/full runs/full/sr_emb_0.6b
-Lists for recipes/paper/*.yaml, and the pools that these recipes train on. Their skills are cut to
-the limits of the paper's first version, in tokens:
+Lists for recipes/paper/sr_emb_*.yaml, and the pool that these recipes train on. Its skills are cut
+to the limits of the paper's first version, in tokens:
     python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper
-The same with the prompt of table 2, which you copy into a YAML file (docs/papers/skillrouter.md):
+Lists and pool for recipes/paper/sr_rank_*.yaml, with the trained encoder:
+    python data_pipelines/skillrouter.py SKILLS runs/paper runs/paper/sr_emb_0.6b variant=paper
+Either with the prompt of table 2, which you copy into a YAML file (docs/papers/skillrouter.md):
     python data_pipelines/skillrouter.py SKILLS runs/paper variant=paper prompt=table_2.yaml
 Another model that writes queries, and other quotas:
     python data_pipelines/skillrouter.py SKILLS runs/other \
@@ -182,7 +184,8 @@ def reranker_recipes(pipeline: Pipeline, base: dict[str, Any]) -> list[dict[str,
         {
             "stage": "candidates",
             **inputs,
-            # Only the trained encoder reads this pool, as in its training.
+            # The trained encoder searches the pool it was trained on. Later stages read the whole
+            # pool.
             "pool": pipeline.encoder_pool,
             "system": {"name": "trained encoder", "rankers": [encoder]},
             "depth": pipeline.depth,
@@ -221,12 +224,14 @@ def run(pipeline: Pipeline) -> None:
             if name not in pipeline.model_fields_set:
                 base[name] = value
     run_recipes(pipeline, encoder_recipes(pipeline, base))
-    # Appendix C limits what models read. BM25 (4.2) and the filter of bodies read whole skills, so
-    # mining and filters read the whole pool.
+    # We apply appendix C to the two trained models only. BM25 and the filter of bodies (4.2)
+    # compare whole texts, so mining and filters use the whole pool. The base encoder cuts the
+    # texts there at 3,000 tokens (PAPER_BASE).
     if pipeline.variant == "paper":
         cut_pool(pipeline, pipeline.encoder_pool, ENCODER_LIMITS)
     if pipeline.trained is not None:
         run_recipes(pipeline, reranker_recipes(pipeline, base))
+        # No stage reads this pool. Only the reranker's training, which comes next, does.
         if pipeline.variant == "paper":
             cut_pool(pipeline, pipeline.reranker_pool, RERANKER_LIMITS)
     print(closing_line(pipeline))
@@ -246,8 +251,8 @@ def run_recipes(pipeline: Pipeline, recipes: list[dict[str, Any]]) -> None:
 def cut_pool(pipeline: Pipeline, out: Path, limits: TokenLimits) -> None:
     """Write a pool whose skills are cut to a number of tokens, unless an earlier run wrote it.
 
-    The stages refuse a folder that holds a run with another pool or model. So an earlier copy has
-    the same skills, cut with the same tokenizer.
+    `run_recipes` has already stopped if `pipeline.out` was made from other skills or with another
+    base encoder. So a cut pool that exists is still right.
     """
     if not out.exists():
         print("token_limits", write_cut_pool(pipeline.inputs["pool"], out, pipeline.base, limits))

@@ -1,8 +1,9 @@
 r"""Cut the skills of a pool to a number of tokens (SkillRouter's first version, appendix C).
 
 The first version limits descriptions and bodies in tokens. Later versions and the released code
-limit them in characters. `skillrouter.py variant=paper` writes such pools of its own skills. Use
-this program for another pool, such as a benchmark's. The limits of the encoder are the default:
+limit them in characters. `skillrouter.py variant=paper` writes such pools from the skills it is
+given. Use this program for another pool, such as a tier (a pool) of SkillRouter's benchmark. The
+limits of the encoder are the default:
 
     python data_pipelines/token_limits.py POOL runs/paper/encoder_tier
     python data_pipelines/token_limits.py POOL runs/paper/reranker_tier \

@@ -10,14 +10,16 @@ from torch import nn
 
 from skilltrain.training.hooks import Hook
 
-# Attention is left out: its loop over buckets needs a graph for each number of buckets.
+# Ends of the names of compiled classes. Attention is left out: a packed reranker calls it once
+# for each bucket, a group of skills of similar length. So each number of buckets needs a graph.
 COMPILED_CLASSES = ("MLP", "RMSNorm")
 
 
 class CompiledLayers(Hook):
     """Compiles norms and feed-forward networks after the first step.
 
-    A resumed run has one more step without compilation, so its result may differ by rounding.
+    A hook gets the model for the first time after that step. A resumed run has one more step
+    without compilation, so its result may differ by rounding.
     """
 
     def __init__(self) -> None:
@@ -30,9 +32,9 @@ class CompiledLayers(Hook):
 
 
 def compile_parts(network: nn.Module, **options: Any) -> None:
-    """Compile the parts of all layers whose class has a name such as `Qwen3MLP`.
+    """Compile all modules whose class name ends in MLP or RMSNorm, such as `Qwen3MLP`.
 
-    The layers share a graph, and so do texts of all lengths.
+    All layers share their graphs, and so do texts of all lengths.
 
     Args:
         network: The transformer.

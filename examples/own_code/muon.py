@@ -15,7 +15,7 @@ from skilltrain.training.optimizers import OptimizerConfig, ParameterGroups
 class Muon(OptimizerConfig):
     """Settings of the optimiser in a recipe."""
 
-    bytes_per_weight = 8  # of AdamW; Muon holds 4
+    bytes_per_weight = 8  # an upper bound: AdamW holds 8, Muon 4
     name: str
     momentum: float = Field(default=0.95, ge=0, lt=1, description="decay of Muon's momentum")
 
@@ -24,7 +24,10 @@ class Muon(OptimizerConfig):
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Two optimisers of torch, whose groups and states are those of this optimiser."""
+    """Runs torch's Muon and AdamW as one optimiser.
+
+    Both share its groups and its state, so that schedules and checkpoints see all of them.
+    """
 
     def __init__(self, groups: ParameterGroups, learning_rate: float, momentum: float) -> None:
         """Divide the parameters of each group between the two optimisers.
@@ -62,8 +65,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Update all weights. `closure` is not supported."""
         for part in self.parts:
-            # `load_state_dict` replaces groups and states, so hand on the present ones. Only groups
-            # of Muon have the setting `momentum`.
+            # `load_state_dict` gives this optimiser new groups and a new state. Pass them to its
+            # parts. Only groups of Muon have the setting `momentum`.
             is_muon = isinstance(part, torch.optim.Muon)
             groups = self.param_groups
             part.param_groups = [group for group in groups if ("momentum" in group) == is_muon]
@@ -72,5 +75,9 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
 
 def is_layer_matrix(name: str, parameter: torch.Tensor) -> bool:
-    """Return whether Muon trains a parameter: a matrix that is no table of embeddings."""
+    """Return whether Muon trains a parameter: a matrix that is no table of embeddings.
+
+    Muon also trains the matrix of an output layer, such as `lm_head` or a classifier. If the layer
+    shares the table of embeddings, AdamW trains the table.
+    """
     return parameter.ndim == 2 and "embed" not in name

@@ -235,7 +235,7 @@ def in_threads(
     Args:
         work: The function, such as one that sends a request.
         items: Its arguments.
-        num_threads: Most items that run at the same time.
+        num_threads: Largest number of items that run at the same time.
     """
     errors: list[Exception] = []
 
@@ -249,6 +249,7 @@ def in_threads(
             return []
 
     # A thread reserves 8 MB of addresses, so start no more threads than there are items.
+    # ThreadPool refuses 0.
     with ThreadPool(max(1, min(num_threads, len(items)))) as pool:
         for replies in pool.imap_unordered(run, items):
             yield from replies

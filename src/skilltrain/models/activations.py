@@ -54,7 +54,8 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
     # Measure the bytes that are kept for texts of N, 2 N and 3 N tokens, N = _NUM_TOKENS.
     with FakeTensorMode(allow_non_fake_inputs=True):
         # Replace weights on the device meta by fake tensors on `device`, where the token ids are.
-        # Replace all floats too, because 4-bit layers would change the dtype of their biases.
+        # Replace all other float tensors too: bitsandbytes' 4-bit layers overwrite their bias in
+        # the forward pass, and the real network would keep that fake bias.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
             if value.is_meta or value.is_floating_point():

@@ -13,8 +13,9 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# oneDNN generates kernels for each number of rows, and keeps the last 1,024 of them. 64 suffice for
-# the layers of a micro-batch. oneDNN reads this variable at its first product.
+# oneDNN makes kernels for each number of rows (tokens of a micro-batch). By default it keeps the
+# last 1,024 kernels, which takes hundreds of MB. 64 are enough for one micro-batch. oneDNN reads
+# this variable at its first product, so set it before.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
 

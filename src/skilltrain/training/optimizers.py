@@ -24,8 +24,10 @@ Beta = Annotated[float, Field(ge=0, lt=1)]
 ParameterGroups = list[dict[str, Any]]
 """Groups of parameters with the keys `params`, `weight_decay` and `rate_scale`.
 
-`params` has pairs of a name and a parameter, as torch's optimisers accept them. The group of a new
-optimiser then has the keys `params` and `param_names`.
+`params` has pairs of a name and a parameter, as torch's optimisers accept them. torch splits the
+pairs: in `optimizer.param_groups`, `params` holds the parameters and `param_names` their names.
+Other keys stay.
+
 The trainer multiplies the learning rate of a group by its `rate_scale`.
 """
 

@@ -28,7 +28,7 @@ that you have? Answer with one JSON object and nothing else. {{"search": "…"}}
 the next obstacle, in 3 to 12 words, without the names of files and the numbers of this one task. \
 {{"search": ""}} says that you need no more skills."""
 _SEARCH_CHARS = 300  # longest search
-_VALUES = {"query": "(query)", "skills": "(skills)"}
+_EXAMPLE_VALUES = {"query": "(query)", "skills": "(skills)"}
 
 
 class _Answer(BaseModel):
@@ -55,7 +55,7 @@ class InterleaveConfig(AskingConfig):
 
     kind: Literal["interleave"] = "interleave"
     of: Annotated[SerializeAsAny[RankerConfig], OneOf("ranker", only="can_be_interleaved")] = Field(
-        description="the ranker that answers the model's searches"
+        description="the ranker that answers the model's searches; its `keep` is ignored"
     )
     rounds: int = Field(default=3, ge=1, le=20, description="largest number of searches per task")
     per_round: int = Field(default=5, ge=1, description="new skills that a search brings")
@@ -67,7 +67,7 @@ class InterleaveConfig(AskingConfig):
     )
     keep: Keep = None
     gives_scores = False
-    prompt_examples = (PromptExample(_VALUES, _VALUES),)
+    prompt_examples = (PromptExample(values=_EXAMPLE_VALUES, required=_EXAMPLE_VALUES),)
 
     @property
     def components(self) -> tuple[RankerConfig, ...]:
@@ -82,14 +82,20 @@ class InterleaveConfig(AskingConfig):
         They show the first skills of the pool, because the skills that searches find are not known.
         """
         asks = []
-        for num_rounds in range(self.rounds):
-            shown_skills = skills[: num_rounds * self.per_round]
+        for earlier_rounds in range(self.rounds):
+            shown_skills = skills[: earlier_rounds * self.per_round]
             asks += [self.make_ask(query, shown_skills) for query in queries]
         return self.questions(LLM(self.llm), asks)
 
     def questions(self, llm: LLM, asks: Sequence[Ask]) -> Questions[Ask, str]:
         """Return the questions of the prompt, from its file if there is one."""
-        prompt = Prompt(_SYSTEM, "", read_search, 30, "searching in rounds")
+        prompt = Prompt(
+            system=_SYSTEM,
+            question="",
+            read=read_search,
+            answer_tokens=30,
+            description="searching in rounds",
+        )
         return self.questions_with(llm, asks, prompt, self.prompt)
 
     def make_ask(self, task: Query, skills: Sequence[Skill]) -> Ask:
@@ -134,22 +140,23 @@ class Interleave:
         ids_by_task: dict[str, list[str]] = {task.query_id: [] for task in queries}
         values = []  # usable answers of all rounds
         dropped = []
+        used: dict[str, Any] = {}  # tokens and cost of all rounds so far
         tasks = queries  # tasks whose model still searches
         for round_number in range(1, self.config.rounds + 1):
             outcome = self._ask(llm, tasks, ids_by_task)
             values += outcome.values
             dropped += outcome.dropped
-            # `used` has the tokens and cost of all rounds so far.
-            self.counts = Outcome(values, dropped, outcome.used).counts()
-            searches = {ask.query_id: search for ask, search in outcome.values}
-            # An empty search means that the model needs no more skills.
-            tasks = [task for task in tasks if searches.get(task.query_id) != ""]
+            used = outcome.used
+            answers = {ask.query_id: answer for ask, answer in outcome.values}
+            # "" ends a task. A task without a usable answer (None) goes on.
+            tasks = [task for task in tasks if answers.get(task.query_id) != ""]
             if not tasks:
                 break
             # Without a usable answer, the task itself is the search of this round.
-            written = [replace(task, text=searches.get(task.query_id, task.text)) for task in tasks]
-            self._search(written, round_number, candidates, ids_by_task)
+            searches = [replace(task, text=answers.get(task.query_id, task.text)) for task in tasks]
+            self._search(searches, round_number, candidates, ids_by_task)
 
+        self.counts = Outcome(values, dropped, used).counts()
         rankings = {}
         for task_id, skill_ids in ids_by_task.items():
             ranked = enumerate(skill_ids[:keep], 1)
@@ -192,7 +199,8 @@ class Interleave:
             ids_by_task: Ids of the skills that each task has, by task id.
         """
         per_round = self.config.per_round
-        # A search that finds all earlier skills again still brings `per_round` new skills.
+        # The task has at most (round_number - 1) x per_round skills. So round_number x per_round
+        # skills have per_round new ones. The number replaces the ranker's own `keep`.
         ranker = self.config.of.model_copy(update={"keep": round_number * per_round})
         rankings = run_ranker(ranker, searches, candidates, self.pool).rankings
         for task_id, ranking in rankings.items():
