@@ -8,6 +8,7 @@ import pytest
 
 from faults import raises
 from llm_server import LLMServer, Reply, chat
+from skilltrain import Router
 from skilltrain.config import validate
 from skilltrain.llm import estimate_cost
 from skilltrain.papers.skillflow.interleave import InterleaveConfig
@@ -89,8 +90,29 @@ def test_rounds_survive_unreachable_model(capsys):
     stage = run(LLMServer("http://127.0.0.1:9/v1"), "bread", rounds=2)
 
     assert stage.skill_ids()["q0"] == ["s1", "s3"]
-    assert stage.counts["unusable"] == {"down": 2}
+    assert stage.counts["unusable"] == {"down": 1}
     assert "goes on without the chat model" in capsys.readouterr().err
+
+
+def test_dead_server_is_asked_once(server):
+    server.script = [search("cloud")]
+    server.otherwise = lambda request: Reply(status=401)
+
+    stage = run(server, "apple", rounds=4)
+
+    # One search for the task brings the skills of the other three rounds.
+    skill_ids = stage.skill_ids()["q0"]
+    assert skill_ids[0] == "s2"
+    assert set(skill_ids[1:]) == {"s0", "s3", "s4"}
+    assert len(server.requests) == 2
+
+
+def test_keep_limits_depth_of_search(server):
+    server.script = [search("apple"), search("apple"), search("bread")]
+
+    stage = run(server, "make a pie", of={**BM25, "keep": 1}, per_round=2)
+
+    assert stage.skill_ids()["q0"] == ["s0", "s1"]
 
 
 def test_fused_rankers_answer_searches(server):
@@ -136,9 +158,21 @@ def test_prompt_file_needs_skills(server, tmp_path: Path):
     assert server.requests == []
 
 
-def test_chat_model_cannot_answer_searches(server):
+@pytest.mark.parametrize("kind", ["select", "rerank", "late", "saved"])
+def test_only_searching_ranker_answers(server, kind: str):
     with raises("unknown-choice") as error:
-        run(server, "make a pie", of={"kind": "select", "llm": chat(server)})
+        run(server, "make a pie", of={"kind": kind})
 
-    assert "unknown choice 'select'; choose from api, dense, fuse" in str(error.value)
+    complaint = f"unknown choice '{kind}'; choose from api, dense, fuse, lexical"
+    assert complaint in str(error.value)
     assert server.requests == []
+
+
+def test_router_refuses_interleave(server):
+    with raises("conflicting-settings") as error:
+        Router([{"name": "pdf", "description": "Fill in forms"}], [ranker_of(server)])
+
+    assert str(error.value) == (
+        "rankers: a router cannot contain the ranker interleave, which is for experiments "
+        "(use another ranker; skilltrain evaluate takes this one)"
+    )

@@ -819,7 +819,7 @@ def test_command_routes_with_router(indexed):
         (["rankers=[{kind: lexical}]"], "holds no router (give pool=… and rankers=…)"),
         (
             ["pool={pool}", "rankers=[{kind: saved, rankings: {pool}}]"],
-            "rankings that were made before answer no new",
+            "a router cannot contain the ranker saved, which is for experiments",
         ),
         (
             ["pool={pool}", "rankers=[{kind: late, source: x}]"],

@@ -86,6 +86,7 @@ class LateConfig(OpenConfig, RankerConfig):
     kind: Literal["late"] = "late"
     keep: Keep = None
     only_orders = True
+    can_be_interleaved = False
     stored_part = TokenVectors
 
     def open(self, opened: dict[str, Any]) -> "Late":

@@ -27,7 +27,7 @@ class RankerConfig(Config):
     Attributes:
         only_orders: The ranker cannot search the pool. It orders the candidates of another ranker.
         is_remote: The ranker calls a server or reads a file, so its latency is not measured.
-        answers_new_queries: The ranker can rank for queries that a router has never seen.
+        can_be_in_router: A router can contain the ranker. Others are only for experiments.
         asks_chat_model: The ranker asks a chat model, again for each system that contains it. When
             opened, it has `counts` of the last call of `rank`.
         gives_scores: The scores say how well a skill fits, so a student can learn from them.
@@ -42,7 +42,7 @@ class RankerConfig(Config):
 
     only_orders: ClassVar[bool] = False
     is_remote: ClassVar[bool] = False
-    answers_new_queries: ClassVar[bool] = True
+    can_be_in_router: ClassVar[bool] = True
     asks_chat_model: ClassVar[bool] = False
     gives_scores: ClassVar[bool] = True
     can_be_leg: ClassVar[bool] = True
@@ -172,8 +172,8 @@ def name_rankers(rankers: Iterable[RankerConfig]) -> dict[str, str]:
         Name by `key` of the ranker. Rankers with the same key (the same model and settings) have
         one name.
     """
-    names: dict[str, str] = {}
-    num_by_label: Counter[str] = Counter()
+    names = {}
+    num_by_label = Counter[str]()
     for config in flatten_rankers(rankers):
         if config.key in names:
             continue

@@ -28,7 +28,7 @@ class SavedConfig(RankerConfig):
     )
     keep: Keep = None
     is_remote = True
-    answers_new_queries = False
+    can_be_in_router = False
     can_be_expanded = False
     can_be_interleaved = False
 
@@ -46,7 +46,7 @@ class SavedConfig(RankerConfig):
         Raises:
             SkilltrainError: Two tables rank the same query.
         """
-        rankings: Rankings = {}
+        rankings = {}
         for path in self.rankings:
             new_rankings = read_rankings(path, self.stage)
             repeated_ids = rankings.keys() & new_rankings.keys()
@@ -126,7 +126,8 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
     Raises:
         SkilltrainError: The table lacks `stage`, or has several stages and none is given.
     """
-    rows = read_table(path, RANKINGS).to_pylist()
+    # In the order of ranks, each ranking has its best skill first.
+    rows = read_table(path, RANKINGS).sort_by("rank").to_pylist()
     stages = sorted({row["stage"] for row in rows})
     if stage is None and len(stages) == 1:
         stage = stages[0]
@@ -137,9 +138,8 @@ def read_rankings(path: Path, stage: str | None) -> Rankings:
         fix = f"give stage=… as one of {', '.join(stages[:8])}"
         raise SkilltrainError("ranking-stage", problem, where=path, fix=fix)
 
-    # Read the rows in the order of their ranks, so that each ranking has its best skill first.
     rankings = {}
-    for row in sorted(rows, key=lambda row: row["rank"]):
+    for row in rows:
         if row["stage"] == stage:
             pair = (row["skill_id"], row["score"])
             rankings.setdefault(row["query_id"], []).append(pair)
@@ -152,7 +152,7 @@ def rankings_table(rankings_by_stage: Mapping[str, Rankings]) -> pa.Table:
     Args:
         rankings_by_stage: Rankings by the name of their stage. The column `rank` counts from 1.
     """
-    rows: list[dict[str, Any]] = []
+    rows = []
     for stage, rankings in rankings_by_stage.items():
         for query_id, ranking in rankings.items():
             for rank, (skill_id, score) in enumerate(ranking, 1):

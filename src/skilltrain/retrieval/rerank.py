@@ -42,6 +42,7 @@ class RerankConfig(RerankerConfig, RankerConfig):
     )
 
     only_orders = True
+    can_be_interleaved = False
     key_settings: ClassVar[Mapping[str, Any]] = {"keep": 1, "first_weight": 0.0}
 
     @property

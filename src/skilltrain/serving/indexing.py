@@ -98,7 +98,7 @@ class BuildIndex(Stage):
 
         Raises:
             SkilltrainError: The pool or the rankers are neither given nor in a router at `out`, a
-                ranker cannot answer new tasks, or the calibration is of other rankers or models.
+                ranker cannot be in a router, or the calibration is of other rankers or models.
         """
         system, contents = _read_settings(self)
         calibration = None
@@ -266,16 +266,16 @@ def _open_or_none(router: Path) -> Index | None:
 
 
 def check_rankers(system: SystemConfig) -> None:
-    """Check that rankers can run and can answer new tasks. Raises SkilltrainError if not.
+    """Check that rankers can run, and can be in a router. Raises SkilltrainError if not.
 
     Args:
         system: Rankers of a router.
     """
-    # The ranker `saved` only reads rankings of known queries from a file.
-    if not all(part.answers_new_queries for part in flatten_rankers(system.rankers)):
-        problem = "rankings that were made before answer no new task"
-        raise SkilltrainError("conflicting-settings", problem, where="rankers, kind saved")
     for part in flatten_rankers(system.rankers):
+        if not part.can_be_in_router:
+            problem = f"a router cannot contain the ranker {part.kind}, which is for experiments"
+            fix = "use another ranker; skilltrain evaluate takes this one"
+            raise SkilltrainError("conflicting-settings", problem, where="rankers", fix=fix)
         # The folder of a router may come from a stranger, so it must not bring code.
         if isinstance(part, ModelConfig) and part.trust_remote_code:
             problem = "a router runs no code that a model brings"

@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, SerializeAsAny
 
+from skilltrain.distributed import made_by_first_rank
 from skilltrain.llm import LLM, Outcome, Questions, ask_all, estimate_cost, read_object
 from skilltrain.llm.query_prompts import Ask, Prompt, PromptExample
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
@@ -51,11 +52,14 @@ def read_search(ask: Ask, answer: str) -> str:
 
 
 class InterleaveConfig(AskingConfig):
-    """A chat model that searches for skills in rounds, and sees what it has found."""
+    """A chat model that searches for skills in rounds, and sees what it has found.
+
+    The ranker is for evaluation only, so a router refuses it.
+    """
 
     kind: Literal["interleave"] = "interleave"
     of: Annotated[SerializeAsAny[RankerConfig], OneOf("ranker", only="can_be_interleaved")] = Field(
-        description="the ranker that answers the model's searches; its `keep` is ignored"
+        description="the ranker that answers; its `keep` is the depth of each search"
     )
     rounds: int = Field(default=3, ge=1, le=20, description="largest number of searches per task")
     per_round: int = Field(default=5, ge=1, description="new skills that a search brings")
@@ -66,6 +70,7 @@ class InterleaveConfig(AskingConfig):
         default=300, ge=0, description="characters of a skill's description that it sees"
     )
     keep: Keep = None
+    can_be_in_router = False
     gives_scores = False
     prompt_examples = (PromptExample(values=_EXAMPLE_VALUES, required=_EXAMPLE_VALUES),)
 
@@ -129,7 +134,8 @@ class Interleave:
     def rank(self, queries: Sequence[Query], candidates: Rankings | None, keep: int) -> Rankings:
         """Return the first `keep` skills of each task, in the order in which they came.
 
-        The score of a skill is minus its rank. A task has fewer skills if the model stops early.
+        The score of a skill is minus its rank. A task has fewer skills if the model stops early. If
+        the model is down, one search for the task brings the skills of all remaining rounds.
 
         Args:
             queries: The tasks.
@@ -137,12 +143,12 @@ class Interleave:
             keep: Number of skills to return for each task.
         """
         llm = LLM(self.config.llm)  # one for all rounds, because it counts the budget
-        ids_by_task: dict[str, list[str]] = {task.query_id: [] for task in queries}
+        ids_by_task = {task.query_id: [] for task in queries}  # ids of skills by id of the task
         values = []  # usable answers of all rounds
         dropped = []
-        used: dict[str, Any] = {}  # tokens and cost of all rounds so far
+        used = {}  # tokens and cost of all rounds so far
         tasks = queries  # tasks whose model still searches
-        for round_number in range(1, self.config.rounds + 1):
+        for num_remaining_rounds in range(self.config.rounds, 0, -1):
             outcome = self._ask(llm, tasks, ids_by_task)
             values += outcome.values
             dropped += outcome.dropped
@@ -154,7 +160,14 @@ class Interleave:
                 break
             # Without a usable answer, the task itself is the search of this round.
             searches = [replace(task, text=answers.get(task.query_id, task.text)) for task in tasks]
-            self._search(searches, round_number, candidates, ids_by_task)
+            num_new = self.config.per_round
+            is_down = "down" in outcome.counts()["unusable"]
+            # A model that is down is not asked again. One search replaces the remaining rounds.
+            if is_down:
+                num_new *= num_remaining_rounds
+            self._search(searches, num_new, candidates, ids_by_task)
+            if is_down:
+                break
 
         self.counts = Outcome(values, dropped, used).counts()
         rankings = {}
@@ -167,6 +180,8 @@ class Interleave:
         self, llm: LLM, tasks: Sequence[Query], ids_by_task: Mapping[str, Sequence[str]]
     ) -> Outcome[Ask, str]:
         """Ask the chat model for the next search of each task.
+
+        Only the first rank asks, so that all ranks have the same answers and number of rounds.
 
         Args:
             llm: The chat model.
@@ -181,12 +196,12 @@ class Interleave:
         questions = self.config.questions(llm, asks)
         estimate_cost(questions)  # prints the cost
         # If no request can succeed, every task is dropped with the reason "down".
-        return ask_all(questions, drop_if_down=True)
+        return made_by_first_rank(lambda: ask_all(questions, drop_if_down=True))
 
     def _search(
         self,
         searches: Sequence[Query],
-        round_number: int,
+        num_new: int,
         candidates: Rankings | None,
         ids_by_task: Mapping[str, list[str]],
     ) -> None:
@@ -194,16 +209,16 @@ class Interleave:
 
         Args:
             searches: The tasks, each with its search as the text.
-            round_number: Number of the round, from 1.
+            num_new: Largest number of new skills for each task.
             candidates: Skills to search for each task; None for the whole pool.
             ids_by_task: Ids of the skills that each task has, by task id.
         """
-        per_round = self.config.per_round
-        # The task has at most (round_number - 1) x per_round skills. So round_number x per_round
-        # skills have per_round new ones. The number replaces the ranker's own `keep`.
-        ranker = self.config.of.model_copy(update={"keep": round_number * per_round})
+        # A task needs `num_new` more skills than it has, because a search may find these again.
+        most_skills = max(map(len, ids_by_task.values()))
+        depth = self.config.of.keep or most_skills + num_new
+        ranker = self.config.of.model_copy(update={"keep": depth})
         rankings = run_ranker(ranker, searches, candidates, self.pool).rankings
         for task_id, ranking in rankings.items():
             task_skill_ids = ids_by_task[task_id]
             new_ids = [skill_id for skill_id, _ in ranking if skill_id not in task_skill_ids]
-            task_skill_ids += new_ids[:per_round]
+            task_skill_ids += new_ids[:num_new]
