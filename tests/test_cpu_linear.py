@@ -2,11 +2,13 @@
 
 import copy
 import os
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
+from processes import run_apart
 from skilltrain.losses import ListwiseCE
 from skilltrain.models import cpu_linear
 from skilltrain.models.adapters import AdapterConfig, add_adapter
@@ -269,6 +271,36 @@ def test_layers_stay_where_onednn_is_not_faster(set_processor):
     assert type(network[0]) is nn.Linear
 
 
-def test_onednn_keeps_few_kernels():
-    """oneDNN reads the variable, and its own default is 1,024."""
-    assert int(os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"]) <= 64
+def compute_many_sizes(capacity: str | None, starts_training: bool) -> None:
+    """Compute products of 1 to 100 rows, then of one row again, while oneDNN logs its kernels.
+
+    Args:
+        capacity: The user's number of kernels that oneDNN keeps, if any.
+        starts_training: Whether a training run starts before the products.
+    """
+    os.environ.pop("ONEDNN_PRIMITIVE_CACHE_CAPACITY", None)
+    if capacity is not None:
+        os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] = capacity
+    os.environ["ONEDNN_VERBOSE"] = "profile_create"
+
+    cpu_linear.onednn_is_faster = lambda: True
+    if starts_training:
+        train_with_onednn(nn.Sequential(nn.Linear(4, 4)))
+    layer = OneDnnLinear(nn.Linear(4, 4))
+    for num_rows in [*range(1, 101), 1]:
+        layer(torch.zeros(num_rows, 4))
+
+
+@pytest.mark.parametrize(
+    ("capacity", "starts_training", "last_lookup"),
+    [
+        (None, True, "cache_miss"),
+        ("1024", True, "cache_hit"),  # the user's value stays
+        (None, False, "cache_hit"),  # an import changes nothing
+    ],
+)
+def test_training_keeps_few_kernels(capacity, starts_training, last_lookup):
+    (ended,) = run_apart(partial(compute_many_sizes, capacity, starts_training))
+
+    assert ended.code == 0, ended
+    assert f"create:{last_lookup}" in ended.out.splitlines()[-1]

@@ -19,7 +19,7 @@ from skilltrain.retrieval.dense import EncoderSource, open_encoder
 from skilltrain.retrieval.vectors import VectorCache
 from skilltrain.tables import QUERIES, SKILLS, write_table
 from small_library import skilltrain, succeeds, write_recipe
-from test_cli import finished, program
+from test_cli import ROOT, finished, program
 from tiny_models import WORDS
 
 NUM_SKILLS = 60
@@ -66,6 +66,11 @@ out: {tmp_path}/encoded
 def encode(folder, *arguments):
     """Run the stage and return its summary."""
     return json.loads(succeeds("encode", folder / "recipe.yaml", "--json", *arguments).out)
+
+
+def cached_bytes(cache: Path) -> list[bytes]:
+    """Return the contents of a cache's files, which have random names, in sorted order."""
+    return sorted(file.read_bytes() for file in cache.rglob("*.npz"))
 
 
 def check_cache(folder, model, monkeypatch):
@@ -232,7 +237,9 @@ def test_killed_run_keeps_finished_blocks(folder, model_folders, monkeypatch):
 
 @pytest.mark.slow
 def test_launcher_runs_recipe(folder):
-    launch = program("torchrun --nproc_per_node 1", folder / "recipe.yaml")
+    launch = program(
+        f"accelerate launch --config_file {ROOT}/launch/cpu.yaml", folder / "recipe.yaml"
+    )
 
     code, out, err = finished(launch)
 
@@ -240,6 +247,9 @@ def test_launcher_runs_recipe(folder):
     assert out.startswith(f"{folder}/encoded: vectors of ")
     assert "already" not in err
     assert encode(folder)["num_skills_encoded"] == 0
+    # The same recipe in this process writes the same vectors.
+    encode(folder, f"encoder.cache={folder}/vectors_here", f"out={folder}/encoded_here")
+    assert cached_bytes(folder / "vectors") == cached_bytes(folder / "vectors_here")
 
 
 @on_cpu

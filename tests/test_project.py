@@ -186,6 +186,7 @@ def test_paper_recipe_differs_in_few_settings(path: Path):
         expected["data"]["pool"] = "runs/paper/encoder_pool"
         expected["model"]["max_tokens"] = 3000
         expected["in_batch_mask"] = "none"
+        template["query_chars"] = 100_000
     else:
         expected["data"]["pool"] = "runs/paper/reranker_pool"
         expected["model"]["max_tokens"] = 5000

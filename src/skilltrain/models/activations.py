@@ -58,7 +58,9 @@ def layer_bytes(network: Any, dtype: torch.dtype) -> float:
         # the forward pass, and the real network would keep that fake bias.
         weights = {}
         for name, value in [*body.named_parameters(), *body.named_buffers()]:
-            if value.is_meta or value.is_floating_point():
+            # 4-bit weights may be stored as floats (FSDP2). They have a `quant_state`, and stay.
+            is_float = value.is_floating_point() and not hasattr(value, "quant_state")
+            if value.is_meta or is_float:
                 empty = torch.empty_like(value, device=device)
                 weights[name] = empty.requires_grad_(value.requires_grad)
 

@@ -13,11 +13,6 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-# oneDNN makes kernels for each number of rows (tokens of a micro-batch). By default it keeps the
-# last 1,024 kernels, which takes hundreds of MB. 64 are enough for one micro-batch. oneDNN reads
-# this variable at its first product, so set it before.
-os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
-
 
 class PackedLinear(nn.Module):
     """Frozen linear layer whose weights are in the memory layout of oneDNN.
@@ -87,6 +82,11 @@ def train_with_onednn(network: nn.Module) -> None:
     the same bits. The network's weights must not be sharded.
     """
     if onednn_is_faster():
+        # oneDNN makes kernels for each number of rows (tokens of a micro-batch). By default it
+        # keeps the last 1,024 kernels, which takes hundreds of MB. 64 are enough for one
+        # micro-batch. oneDNN reads this variable at its first product in the process. If oneDNN
+        # has computed a product before, its default stays.
+        os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
         _replace_linear_layers(network, OneDnnLinear)
 
 
