@@ -101,7 +101,7 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Investigar dominios desconocidos con mapeo barato.",
         "获取新客户的成本是保留现有客户的五倍。",
         "Compare what a site looks like now vs. what it looked like in May.",  # cut at "vs."
-        "Send my boss a picture of...",  # unfinished
+        "Send a new picture wearing...",  # unfinished
         "Query all open invoices via their REST API v3.",  # another thing's property
         "Perform scoring to rank the most relevant results of any external APIs.",
         "Create a backup commit before the GLM runs.",  # steps of a workflow
@@ -109,13 +109,13 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Connect my agent's consciousness to the collective.",  # something unseen
         "Explain like 3Blue1Brown.",  # no object
         "Pull request reviews and code checks of a team.",  # a noun
-        "Boost the team spirit by asking early.",  # a benefit
+        "Reduce churn of PDF readers by asking early.",  # a benefit
         "Enrich the CRM records through voice commands or home apps.",  # a channel of a tool
         "Show the mobile path only in supported environments.",
         "Screen Flow provides similar capabilities for admins.",  # a statement
-        "Detect drift by comparing dates of documents, freshness checks",  # joined texts
+        "Detect drift of code and docs by age, freshness checks of pages",  # joined texts
         "Implement an integration between a student system.",
-        "Sort the mail of a team. No API keys",
+        "**Sort old mail of one team.** No API keys",
         "检测102种安全风险并生成报告。",  # claims about the tool
         "审计日志记录、紧急停止功能、身份验证、技能审核以及网关保护。",
         "连接器查询钱包数据和代币价格。",  # a noun
@@ -144,7 +144,7 @@ def test_fragment_makes_no_request(text: str):
         "View READMEs and documentation",  # pairs without a purpose
         "Generate Playwright or Cypress code",
         "Connect my Slack bot for persistent memory",  # connected to what
-        "Orchestrate the validation workflow across teams",
+        "Orchestrate the validation workflow of new tests",
         "Localize every aspect of VS Code",
         "Optimize team productivity and business outcomes of teams",
     ],
@@ -222,7 +222,7 @@ def test_name_is_removed_with_its_phrase(text: str, expected: int):
             "Manage pages for site generators",
         ),
         ("Write slides in familiar Markdown syntax.", "Write slides in Markdown syntax"),
-        ("Track events in their Hevy account.", "Track events in my Hevy account"),
+        ("Sort old photos for user's albums.", "Sort old photos for my albums"),
         (
             "Modify tests that control all requests or assert on their responses.",
             "Modify tests that control all requests or assert on their responses",
