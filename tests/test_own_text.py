@@ -115,6 +115,7 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Screen Flow provides similar capabilities for admins.",  # a statement
         "Detect drift of code and docs by age, freshness checks of pages",  # joined texts
         "Implement an integration between a student system.",
+        "Rotate all passwords of one database and syncs to Kubernetes.",  # mixed forms
         "**Sort old mail of one team.** No API keys",
         "检测102种安全风险并生成报告。",  # claims about the tool
         "审计日志记录、紧急停止功能、身份验证、技能审核以及网关保护。",
