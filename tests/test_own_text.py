@@ -100,6 +100,26 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Triggers: find pain points, search the market, get new ideas",
         "Investigar dominios desconocidos con mapeo barato.",
         "获取新客户的成本是保留现有客户的五倍。",
+        "Compare what a site looks like now vs. what it looked like in May.",  # cut at "vs."
+        "Send a new picture wearing...",  # unfinished
+        "Query all open invoices via their REST API v3.",  # another thing's property
+        "Perform scoring to rank the most relevant results of any external APIs.",
+        "Create a backup commit before the GLM runs.",  # steps of a workflow
+        "Check for product marketing context first.",
+        "Connect my agent's consciousness to the collective.",  # something unseen
+        "Explain like 3Blue1Brown.",  # no object
+        "Pull request reviews and code checks of a team.",  # a noun
+        "Reduce churn of PDF readers by asking early.",  # a benefit
+        "Enrich the CRM records through voice commands or home apps.",  # a channel of a tool
+        "Show the mobile path only in supported environments.",
+        "Screen Flow provides similar capabilities for admins.",  # a statement
+        "Detect drift of code and docs by age, freshness checks of pages",  # joined texts
+        "Implement an integration between a student system.",
+        "Rotate all passwords of one database and syncs to Kubernetes.",  # mixed forms
+        "**Sort old mail of one team.** No API keys",
+        "检测102种安全风险并生成报告。",  # claims about the tool
+        "审计日志记录、紧急停止功能、身份验证、技能审核以及网关保护。",
+        "连接器查询钱包数据和代币价格。",  # a noun
     ],
 )
 def test_fragment_makes_no_request(text: str):
@@ -122,6 +142,12 @@ def test_fragment_makes_no_request(text: str):
         "Distribute content across platforms",
         "Start the first step",
         "Store it in a table of the project",  # "it" points elsewhere
+        "View READMEs and documentation",  # pairs without a purpose
+        "Generate Playwright or Cypress code",
+        "Connect my Slack bot for persistent memory",  # connected to what
+        "Orchestrate the validation workflow of new tests",
+        "Localize every aspect of VS Code",
+        "Optimize team productivity and business outcomes of teams",
     ],
 )
 def test_vague_text_makes_no_request(text: str):
@@ -188,6 +214,20 @@ def test_name_is_removed_with_its_phrase(text: str, expected: int):
         ("Test Node apps with GitHub Actions.", "Test Node apps with GitHub Actions"),
         ("Compare two invoices with old orders.", "Compare two invoices with old orders"),
         ("检测代码中的安全漏洞，保护用户免受攻击。", "检测代码中的安全漏洞"),
+        ("Reduce PDF sizes without opening Acrobat.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes through an editor-native interface with tags.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes in various formats and qualities.", "Reduce PDF sizes"),
+        ("Reduce PDF sizes with a single command.", "Reduce PDF sizes"),
+        (
+            "Manage pages for site generators like Hugo, Jekyll, and Astro.",
+            "Manage pages for site generators",
+        ),
+        ("Write slides in familiar Markdown syntax.", "Write slides in Markdown syntax"),
+        ("Sort old photos for user's albums.", "Sort old photos for my albums"),
+        (
+            "Modify tests that control all requests or assert on their responses.",
+            "Modify tests that control all requests or assert on their responses",
+        ),
     ],
 )
 def test_praise_is_cut_from_request(text: str, request_text: str):
@@ -288,6 +328,14 @@ def test_long_first_sentence_becomes_query():
     queries, _ = own_queries(Skill("s1", "philately", description, ""), 1, 0)
 
     assert queries == ["List prices of old stamps by country and year"]
+
+
+def test_short_first_sentence_with_name_becomes_query():
+    skill = Skill("s1", "q", "Trade Solana tokens. Use when the user wants to swap coins.", "")
+
+    queries, _ = own_queries(skill, 1, 0)
+
+    assert queries == ["Trade Solana tokens"]
 
 
 def test_clearest_passages_become_queries():

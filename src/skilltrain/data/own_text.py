@@ -210,8 +210,9 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
         return 0
     # A name, such as "PDF" or "config.json"
     is_named = pattern("named_thing").search(request) is not None
+    is_specific = is_named or num_words(request) > MIN_WORDS
     # The first sentence says what the skill is for.
-    is_main = passage.text in sentences_of(skill.description)[0] and num_words(request) > MIN_WORDS
+    is_main = is_specific and passage.text in sentences_of(skill.description)[0]
     is_concise = is_named or not request.isascii()
     min_words = _MIN_LONG_NAMING_WORDS if is_concise else _MIN_LONG_REQUEST_WORDS
     signs = [
