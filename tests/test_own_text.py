@@ -373,6 +373,18 @@ def test_repeats_of_passage_are_removed():
     assert remainder.description.startswith("Tidy bookkeeping for small shops.")
 
 
+def test_rule_with_words_of_short_request_stays():
+    description = "Chat for small shops. Send Slack messages."
+    rule = "Never send bulk messages to Slack channels without asking the owner first."
+    body = f"# Chat\n\n{rule}\n\nYou can send Slack messages to channels, groups and users.\n"
+
+    queries, remainder = own_queries(Skill("s1", "shop-messages", description, body), 1, 0)
+
+    assert queries == ["Send Slack messages"]
+    assert rule in remainder.body
+    assert "send Slack messages" not in remainder.body
+
+
 def test_first_paragraph_replaces_masked_description():
     paragraph = "A command line program that cuts long recordings and cleans their sound."
     skill = Skill(
@@ -421,6 +433,7 @@ def test_any_skill_gives_valid_queries(text: str, name: str):
     assert not queries or remainder.description
 
 
+@pytest.mark.parametrize("place", ["description", "when_to_use", "body"])
 @pytest.mark.parametrize(
     "text",
     [
@@ -432,11 +445,26 @@ def test_any_skill_gives_valid_queries(text: str, name: str):
         "any " * 25_000,
     ],
 )
-def test_hostile_texts_are_read_once(text: str):
+def test_hostile_texts_are_read_once(text: str, place: str):
     """These texts took from ten seconds to minutes when patterns read them again and again."""
-    skill = Skill("s", "name", f"Join PDF files. {text}", f"## Features\n- {text}")
+    # A longer header is not read. Only spaces are squeezed before the length is checked.
+    if place != "body" and " " * 100 not in text:
+        text = text[:4_900]
+    texts = {"description": "Tidy bills of small shops.", "body": "# Sorter\n", "when_to_use": ""}
+    texts[place] += f"\n## Features\n- Sort my PDF bills by month\n- {text}"
+
+    queries, remainder = own_queries(Skill("s", "name", **texts), 3, 0)
+
+    assert queries == ["Sort my PDF bills by month"]
+    assert " " * 100 not in f"{remainder.description}{remainder.when_to_use}{remainder.body}"
+
+
+@pytest.mark.parametrize("place", ["description", "when_to_use"])
+def test_very_long_header_makes_no_query(place: str):
+    body = "## Features\n- Sort my PDF bills by month\n"
+    texts = {"description": "Tidy bills of small shops.", place: "Bills of shops. " * 400}
+    skill = Skill("s", "name", body=body, **texts)
 
     queries, remainder = own_queries(skill, 3, 0)
 
-    assert " " * 100 not in f"{remainder.description}\n{remainder.body}"
-    assert all(num_words(query) <= MAX_WORDS for query in queries)
+    assert (queries, remainder) == ([], skill)

@@ -34,7 +34,7 @@ from skilltrain.texts import num_words, one_line, words_of
 Kind = Literal["quote", "use", "description", "feature"]
 
 _MIN_CLARITY = 3  # of a request that is not a quotation of a user
-_MAX_DESCRIPTION_CHARS = 5_000  # no query is made for a skill with a longer description
+_MAX_HEADER_CHARS = 5_000  # of a description or `when_to_use`; the patterns are slow on longer ones
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
 _MIN_SHARED_WORDS = 3  # of a request and the rest of the description
@@ -70,9 +70,10 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
         At most `count` queries, and the skill without their passages.
     """
     description = _MANY_SPACES.sub(" ", skill.description)
+    when_to_use = _MANY_SPACES.sub(" ", skill.when_to_use or "")
     body = _MANY_SPACES.sub(" ", skill.body)
-    skill = replace(skill, description=description, body=body)
-    if len(description) > _MAX_DESCRIPTION_CHARS:
+    skill = replace(skill, description=description, when_to_use=when_to_use or None, body=body)
+    if max(len(description), len(when_to_use)) > _MAX_HEADER_CHARS:
         return [], skill
 
     # Choose passages without which the description still says what the skill is for.
@@ -330,8 +331,9 @@ def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
 def _without_repeats(text: str, passage: Passage) -> str:
     """Remove the clauses of a text that have nearly the words of a passage or of its request.
 
-    The Jaccard index of their words is at least `_MIN_OVERLAP`. A request may be much shorter than
-    its passage. So a clause with all words of the request is removed too.
+    The Jaccard index of their words is at least `_MIN_OVERLAP`. Also removed: a clause that
+    contains the request, or all words of a long request. A long clause can hold a short request
+    and still have a low index.
     """
     request_words = set(words_of(passage.request))
     passage_words = set(words_of(_REMARK.sub("", passage.text)))
@@ -341,6 +343,10 @@ def _without_repeats(text: str, passage: Passage) -> str:
             len(words & other_words) / max(1, len(words | other_words))
             for other_words in (request_words, passage_words)
         ]
-        if request_words <= words or max(jaccard_indices) >= _MIN_OVERLAP:
+        # The words of a short request may occur in an unrelated clause.
+        is_long = len(request_words) >= _MIN_LONG_REQUEST_WORDS
+        is_contained = is_long and request_words <= words
+        is_copy = passage.request.casefold() in clause.casefold()
+        if is_contained or is_copy or max(jaccard_indices) >= _MIN_OVERLAP:
             text = text.replace(clause, "")
     return text
