@@ -117,6 +117,16 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Implement an integration between a student system.",
         "Rotate all passwords of one database and syncs to Kubernetes.",  # mixed forms
         "**Sort old mail of one team.** No API keys",
+        "Delegate fixes of a build to Builder.",  # roles of a tool
+        "Start the Product Guide Writer for the first time.",
+        "Send PDF files on behalf of the agent.",
+        "Start handlers of PDF files at 100 or higher.",  # rules
+        "Send a PDF file to Slack when user taps a button.",
+        "Monitor all nodes of a cluster only.",
+        "Write answers back into a PDF file.",  # a step
+        "Operate through a modular pipeline of five stages.",
+        "Read PDF tables and other files of a bank.",  # open ends
+        "Build servers for a shop, whether in Python or Node.",
         "检测102种安全风险并生成报告。",  # claims about the tool
         "审计日志记录、紧急停止功能、身份验证、技能审核以及网关保护。",
         "连接器查询钱包数据和代币价格。",  # a noun
@@ -146,6 +156,9 @@ def test_fragment_makes_no_request(text: str):
         "Generate Playwright or Cypress code",
         "Connect my Slack bot for persistent memory",  # connected to what
         "Orchestrate the validation workflow of new tests",
+        "Design an agentic capability",  # nouns that say little
+        "Add a functionality to my page",
+        "Create README files for my customizations",
         "Localize every aspect of VS Code",
         "Optimize team productivity and business outcomes of teams",
     ],
@@ -162,6 +175,8 @@ def test_vague_text_makes_no_request(text: str):
         "Find unused and outdated packages of a project",  # seven words
         "Send Slack messages",  # three words with a name
         "Read a table of sales and sort it by month",  # "it" has a noun in front
+        "Create checks that balance speed with safety",  # "balance" needs "with"
+        "Validate cards against the Agent Card schema",  # a name, not a role
         "Merge all the invoices, receipts, and orders of one year into one PDF file",
         "Read the log of a failed run and list its faults",
     ],
@@ -250,6 +265,7 @@ def test_clearest_level_becomes_queries():
     [
         ('You may say "Sort my PDF invoices by month" to begin.', "Sort my PDF invoices by month"),
         ('The agent asks: "How many invoices are in my PDF file?"', None),  # the agent's question
+        ('## When to use\n"请检查X公司的最新发票"', None),  # a gap
         ("### Sort my PDF invoices by month", "Sort my PDF invoices by month"),
         ("### Sort My PDF Invoices by Month", None),  # a title
     ],
