@@ -123,6 +123,11 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Start handlers of PDF files at 100 or higher.",  # rules
         "Send a PDF file to Slack when user taps a button.",
         "Monitor all nodes of a cluster only.",
+        "Write an ADR for a team when a decision.",  # cut off
+        "Scan PDF files of a bank BEFORE a backup.",  # emphasis of a rule
+        "Set up the cert, the credential, and a caller of an API for tests.",  # something unseen
+        "Read a file and/or folder of PDF files.",
+        "Read PDF files that stand in the prompt.",
         "Write answers back into a PDF file.",  # a step
         "Operate through a modular pipeline of five stages.",
         "Read PDF tables and other files of a bank.",  # open ends
