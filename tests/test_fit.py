@@ -336,8 +336,14 @@ def test_dry_run_writes_nothing(command, tmp_path):
     assert not (tmp_path / "router").exists()
 
 
-def test_fit_without_queries_makes_its_own(command, tmp_path):
-    outcome = succeeds(*command, "--json")
+def test_fit_without_queries_makes_its_own(skills, tmp_path):
+    folder = tmp_path / "skills"
+    shutil.copytree(skills, folder)
+    for number, file in enumerate(sorted(folder.rglob("SKILL.md"))):
+        usage = f'## When to use\n- "Can you do job {number} of my office list?"\n'
+        file.write_text(f"{file.read_text()}\n{usage}")
+
+    outcome = succeeds("fit", folder, "--out", tmp_path / "router", "max_tokens=32", "--json")
 
     messages = " ".join(outcome.err.split())
     assert "passages of the skills' own texts: they favour BM25" in messages

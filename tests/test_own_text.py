@@ -117,6 +117,21 @@ def test_clause_becomes_imperative_request(text: str, request_text: str):
         "Implement an integration between a student system.",
         "Rotate all passwords of one database and syncs to Kubernetes.",  # mixed forms
         "**Sort old mail of one team.** No API keys",
+        "Delegate fixes of a build to Builder.",  # roles of a tool
+        "Start the Product Guide Writer for the first time.",
+        "Send PDF files on behalf of the agent.",
+        "Start handlers of PDF files at 100 or higher.",  # rules
+        "Send a PDF file to Slack when user taps a button.",
+        "Monitor all nodes of a cluster only.",
+        "Write an ADR for a team when a decision.",  # cut off
+        "Scan PDF files of a bank BEFORE a backup.",  # emphasis of a rule
+        "Set up the cert, the credential, and a caller of an API for tests.",  # something unseen
+        "Read a file and/or folder of PDF files.",
+        "Read PDF files that stand in the prompt.",
+        "Write answers back into a PDF file.",  # a step
+        "Operate through a modular pipeline of five stages.",
+        "Read PDF tables and other files of a bank.",  # open ends
+        "Build servers for a shop, whether in Python or Node.",
         "检测102种安全风险并生成报告。",  # claims about the tool
         "审计日志记录、紧急停止功能、身份验证、技能审核以及网关保护。",
         "连接器查询钱包数据和代币价格。",  # a noun
@@ -146,6 +161,9 @@ def test_fragment_makes_no_request(text: str):
         "Generate Playwright or Cypress code",
         "Connect my Slack bot for persistent memory",  # connected to what
         "Orchestrate the validation workflow of new tests",
+        "Design an agentic capability",  # nouns that say little
+        "Add a functionality to my page",
+        "Create README files for my customizations",
         "Localize every aspect of VS Code",
         "Optimize team productivity and business outcomes of teams",
     ],
@@ -162,6 +180,8 @@ def test_vague_text_makes_no_request(text: str):
         "Find unused and outdated packages of a project",  # seven words
         "Send Slack messages",  # three words with a name
         "Read a table of sales and sort it by month",  # "it" has a noun in front
+        "Create checks that balance speed with safety",  # "balance" needs "with"
+        "Validate cards against the Agent Card schema",  # a name, not a role
         "Merge all the invoices, receipts, and orders of one year into one PDF file",
         "Read the log of a failed run and list its faults",
     ],
@@ -250,6 +270,7 @@ def test_clearest_level_becomes_queries():
     [
         ('You may say "Sort my PDF invoices by month" to begin.', "Sort my PDF invoices by month"),
         ('The agent asks: "How many invoices are in my PDF file?"', None),  # the agent's question
+        ('## When to use\n"请检查X公司的最新发票"', None),  # a gap
         ("### Sort my PDF invoices by month", "Sort my PDF invoices by month"),
         ("### Sort My PDF Invoices by Month", None),  # a title
     ],
@@ -373,6 +394,18 @@ def test_repeats_of_passage_are_removed():
     assert remainder.description.startswith("Tidy bookkeeping for small shops.")
 
 
+def test_rule_with_words_of_short_request_stays():
+    description = "Chat for small shops. Send Slack messages."
+    rule = "Never send bulk messages to Slack channels without asking the owner first."
+    body = f"# Chat\n\n{rule}\n\nYou can send Slack messages to channels, groups and users.\n"
+
+    queries, remainder = own_queries(Skill("s1", "shop-messages", description, body), 1, 0)
+
+    assert queries == ["Send Slack messages"]
+    assert rule in remainder.body
+    assert "send Slack messages" not in remainder.body
+
+
 def test_first_paragraph_replaces_masked_description():
     paragraph = "A command line program that cuts long recordings and cleans their sound."
     skill = Skill(
@@ -421,6 +454,7 @@ def test_any_skill_gives_valid_queries(text: str, name: str):
     assert not queries or remainder.description
 
 
+@pytest.mark.parametrize("place", ["description", "when_to_use", "body"])
 @pytest.mark.parametrize(
     "text",
     [
@@ -432,11 +466,26 @@ def test_any_skill_gives_valid_queries(text: str, name: str):
         "any " * 25_000,
     ],
 )
-def test_hostile_texts_are_read_once(text: str):
+def test_hostile_texts_are_read_once(text: str, place: str):
     """These texts took from ten seconds to minutes when patterns read them again and again."""
-    skill = Skill("s", "name", f"Join PDF files. {text}", f"## Features\n- {text}")
+    # A longer header is not read. Only spaces are squeezed before the length is checked.
+    if place != "body" and " " * 100 not in text:
+        text = text[:4_900]
+    texts = {"description": "Tidy bills of small shops.", "body": "# Sorter\n", "when_to_use": ""}
+    texts[place] += f"\n## Features\n- Sort my PDF bills by month\n- {text}"
+
+    queries, remainder = own_queries(Skill("s", "name", **texts), 3, 0)
+
+    assert queries == ["Sort my PDF bills by month"]
+    assert " " * 100 not in f"{remainder.description}{remainder.when_to_use}{remainder.body}"
+
+
+@pytest.mark.parametrize("place", ["description", "when_to_use"])
+def test_very_long_header_makes_no_query(place: str):
+    body = "## Features\n- Sort my PDF bills by month\n"
+    texts = {"description": "Tidy bills of small shops.", place: "Bills of shops. " * 400}
+    skill = Skill("s", "name", body=body, **texts)
 
     queries, remainder = own_queries(skill, 3, 0)
 
-    assert " " * 100 not in f"{remainder.description}\n{remainder.body}"
-    assert all(num_words(query) <= MAX_WORDS for query in queries)
+    assert (queries, remainder) == ([], skill)

@@ -34,14 +34,15 @@ from skilltrain.texts import num_words, one_line, words_of
 Kind = Literal["quote", "use", "description", "feature"]
 
 _MIN_CLARITY = 3  # of a request that is not a quotation of a user
-_MAX_DESCRIPTION_CHARS = 5_000  # no query is made for a skill with a longer description
+# Of a description or `when_to_use`. Patterns are slow for longer texts, so these make no query.
+_MAX_HEADER_CHARS = 5_000
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
-_MIN_SHARED_WORDS = 3  # of a request and the rest of the description
+_MIN_SHARED_WORDS = 3  # of a request and the rest of the description or body
 _MIN_LONG_REQUEST_WORDS = 6  # a request this long is seldom vague
-_MIN_LONG_NAMING_WORDS = 4  # the same for a request with a name, and for a Chinese request
+_MIN_LONG_WORDS_WITH_NAME = 4  # the same for a request with a name, and for a Chinese request
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
-# A clause repeats a request if so much of their words agrees (Jaccard index).
+# A clause repeats a request or its passage if so many of their words agree (Jaccard index).
 _MIN_OVERLAP = 0.5
 # A Markdown code block, up to the end of the body if it is not closed
 _CODE = re.compile(r"^\s*(```|~~~).*?(^\s*\1|\Z)", re.S | re.M)
@@ -50,7 +51,7 @@ _HEADING = re.compile(r"(#{1,6})\s+(.*)|\*\*([^*]+)\*\*[:：]?$")
 _QUOTED = re.compile('["“「]([^"“”「」\n]{8,200})["”」]')
 # Spaces of hostile texts. Patterns would take very long for them.
 _MANY_SPACES = re.compile(r"[ \t]{100,}")
-_REMARK = re.compile(r"\([^()]*\)")  # in parentheses
+_PARENTHESES = re.compile(r"\([^()]*\)")  # a remark
 # Signs and conjunctions at the start of a text, or twice, where a clause was removed
 _LOOSE_SIGNS = re.compile(r"^\W*(?:(?:and|or|then)\s+)?(?=\w)|(?<=,)\s*,")
 
@@ -70,9 +71,10 @@ def own_queries(skill: Skill, count: int, seed: int) -> tuple[list[str], Skill]:
         At most `count` queries, and the skill without their passages.
     """
     description = _MANY_SPACES.sub(" ", skill.description)
+    when_to_use = _MANY_SPACES.sub(" ", skill.when_to_use or "")
     body = _MANY_SPACES.sub(" ", skill.body)
-    skill = replace(skill, description=description, body=body)
-    if len(description) > _MAX_DESCRIPTION_CHARS:
+    skill = replace(skill, description=description, when_to_use=when_to_use or None, body=body)
+    if max(len(description), len(when_to_use)) > _MAX_HEADER_CHARS:
         return [], skill
 
     # Choose passages without which the description still says what the skill is for.
@@ -161,9 +163,10 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
             # Group 1: the mark, such as "##". Group 2: its text. Group 3: a line in bold.
             heading = heading_match[2] or heading_match[3]
             list_intro = ""
-            is_title = heading_match[1] == "#"
-            awaits_overview = is_title or pattern("overview").search(heading) is not None
-            # A heading such as "Merge two files" names a task. "Merge Mode" is a title.
+            is_first_level = heading_match[1] == "#"
+            awaits_overview = is_first_level or pattern("overview").search(heading) is not None
+            # A heading in lower case, such as "Merge two files", names a task. "Merge Mode" does
+            # not. A heading such as "Do not merge" makes no request, so it needs no further check.
             if pattern("sentence_case").match(heading):
                 for passage in passages_of(heading, skill.name):
                     yield "feature", passage
@@ -186,7 +189,8 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
                 yield "quote", passage
             continue
 
-        # A question elsewhere may be one of the agent. A quoted task is one of a user.
+        # Outside "when to use", a quoted question may be one that the agent asks, so skip it. A
+        # quoted task counts as a feature and needs the usual clarity.
         for passage in _quotations(line, skill.name):
             if not pattern("spoken").match(passage.request):
                 yield "feature", passage
@@ -196,12 +200,13 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
 
 
 def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
-    """Count the signs that the request of a passage can be understood alone.
+    """Rate how well the request of a passage can be understood alone.
 
-    "Merge results from multiple runs" has none of the signs.
+    "Merge results from multiple runs" has none of the signs of a clear request.
 
     Returns:
-        A number from 0 to 9. It is 0 too if the request is about another topic than the skill.
+        Points: two for a name, two for the first sentence, one for each of five other signs. A
+        request about another topic than the skill has 0 points.
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.
@@ -212,19 +217,20 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     is_named = pattern("named_thing").search(request) is not None
     is_specific = is_named or num_words(request) > MIN_WORDS
     # The first sentence says what the skill is for.
-    is_main = is_specific and passage.text in sentences_of(skill.description)[0]
+    is_in_first_sentence = is_specific and passage.text in sentences_of(skill.description)[0]
+    # A Chinese request, or a request with a name, says as much in fewer words.
     is_concise = is_named or not request.isascii()
-    min_words = _MIN_LONG_NAMING_WORDS if is_concise else _MIN_LONG_REQUEST_WORDS
+    min_words = _MIN_LONG_WORDS_WITH_NAME if is_concise else _MIN_LONG_REQUEST_WORDS
     signs = [
         kind == "use",
-        # One thing, or a thing of the user
+        # One thing ("a file"), or a thing of the user ("my file")
         pattern("single_thing").search(request) is not None,
         not stems.isdisjoint(_stems(skill.name)),
         len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
         num_words(request) >= min_words,
     ]
     # A name and the first sentence are stronger signs than the others.
-    return sum(signs) + 2 * is_named + 2 * is_main
+    return sum(signs) + 2 * is_named + 2 * is_in_first_sentence
 
 
 def _is_on_topic(passage: Passage, stems: set[str], skill: Skill) -> bool:
@@ -262,9 +268,10 @@ def _quotations(text: str, name: str) -> Iterator[Passage]:
     """Yield the quotations in a text that are requests of a user and do not name the skill."""
     for quotation in _QUOTED.findall(text):
         request = one_line(quotation).rstrip(" ,;:，；：")
-        # A question or a sentence of a user is a request. Another quotation must name one task.
-        passages = [Passage(quotation, request)]
-        if not pattern("spoken").match(request):
+        if pattern("spoken").match(request):
+            passages = [Passage(quotation, request)]
+        else:
+            # The quotation must be one task as a whole.
             passages = [
                 passage
                 for passage in passages_of(quotation, name, is_about_use=True)
@@ -330,17 +337,22 @@ def _without_passage(description: str, passage: Passage, skill: Skill) -> str:
 def _without_repeats(text: str, passage: Passage) -> str:
     """Remove the clauses of a text that have nearly the words of a passage or of its request.
 
-    The Jaccard index of their words is at least `_MIN_OVERLAP`. A request may be much shorter than
-    its passage. So a clause with all words of the request is removed too.
+    The Jaccard index of their words is at least `_MIN_OVERLAP`. Also removed: a clause that
+    contains the request, or all words of a long request. A long clause can hold a short request
+    and still have a low index.
     """
     request_words = set(words_of(passage.request))
-    passage_words = set(words_of(_REMARK.sub("", passage.text)))
+    passage_words = set(words_of(_PARENTHESES.sub("", passage.text)))
     for clause in clauses_of(text):
         words = set(words_of(clause))
         jaccard_indices = [
             len(words & other_words) / max(1, len(words | other_words))
             for other_words in (request_words, passage_words)
         ]
-        if request_words <= words or max(jaccard_indices) >= _MIN_OVERLAP:
+        # The words of a short request may occur in an unrelated clause.
+        is_long = len(request_words) >= _MIN_LONG_REQUEST_WORDS
+        is_contained = is_long and request_words <= words
+        is_copy = passage.request.casefold() in clause.casefold()
+        if is_contained or is_copy or max(jaccard_indices) >= _MIN_OVERLAP:
             text = text.replace(clause, "")
     return text
