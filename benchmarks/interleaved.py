@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
-from skillweaver_llm import Playback, chat_server
+from skillweaver_llm import Playback, chat_server, describe_difference
 
 ROUNDS = 3
 PER_ROUND = 5
@@ -97,12 +97,7 @@ def print_results(title: str, metrics: dict[str, Any]) -> None:
             interval = f"[{mean['low']:.3f}, {mean['high']:.3f}]"
             print(f"| {system['name']} | {measure} | {mean['n']} | {mean['mean']:.3f} {interval} |")
     for row in metrics["differences"]:
-        difference = row["difference"]
-        interval = f"[{difference['low']:.3f}, {difference['high']:.3f}]"
-        print(
-            f"- {row['system']} - {row['baseline']}, {row['measure']}: {difference['mean']:+.3f} "
-            f"{interval}, p = {row['p_holm']:.3f} after Holm"
-        )
+        print(f"- {describe_difference(row)}")
 
 
 def main() -> None:

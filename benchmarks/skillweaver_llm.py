@@ -181,12 +181,17 @@ def print_results(metrics: dict[str, Any]) -> None:
                 cells.append(f"{mean['mean']:.3f} [{mean['low']:.2f}, {mean['high']:.2f}]")
             print(f"| {' | '.join(cells)} |")
     for row in metrics["comparisons"]:
-        difference = row["difference"]
-        interval = f"[{difference['low']:.3f}, {difference['high']:.3f}]"
-        print(
-            f"{row['system']} - {row['baseline']}, {row['measure']}: "
-            f"{difference['mean']:+.3f} {interval}, p = {row['p_holm']:.3f} after Holm"
-        )
+        print(describe_difference(row))
+
+
+def describe_difference(row: dict[str, Any]) -> str:
+    """Return a line with the difference of two systems, its interval and its p-value."""
+    difference = row["difference"]
+    interval = f"[{difference['low']:.3f}, {difference['high']:.3f}]"
+    return (
+        f"{row['system']} - {row['baseline']}, {row['measure']}: "
+        f"{difference['mean']:+.3f} {interval}, p = {row['p_holm']:.3f} after Holm"
+    )
 
 
 def main() -> None:

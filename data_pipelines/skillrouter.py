@@ -35,7 +35,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import Config
-from skilltrain.files import read_json, write_json
+from skilltrain.files import read_json, staged_folder, write_json
 from skilltrain.papers.skillrouter.token_limits import (
     ENCODER_LIMITS,
     RERANKER_LIMITS,
@@ -280,8 +280,11 @@ def cut_pool(pool: Path, out: Path, model: str, limits: TokenLimits) -> None:
         if read_json(record) == inputs:
             return
         shutil.rmtree(out)
-    print("token_limits", write_cut_pool(pool, out, model, limits))
-    write_json(record, inputs)
+    # The pool and its record appear together, so a killed run leaves no pool without a record.
+    with staged_folder(out) as folder:
+        counts = write_cut_pool(pool, folder, model, limits)
+        write_json(folder / CUT_RECORD, inputs)
+    print("token_limits", counts)
 
 
 def closing_line(pipeline: Pipeline) -> str:

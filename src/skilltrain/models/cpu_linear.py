@@ -91,7 +91,7 @@ def train_with_onednn(network: nn.Module) -> None:
 
 
 def onednn_is_faster() -> bool:
-    """Whether oneDNN is faster than MKL here: MKL uses AVX-512 only on Intel's processors."""
+    """Return whether oneDNN is faster here. MKL uses AVX-512 only on Intel's processors."""
     processor = torch.cpu.get_capabilities()
     has_both = torch.backends.mkl.is_available() and torch.backends.mkldnn.is_available()
     is_intel = "Intel" in str(processor.get("cpu_name", ""))

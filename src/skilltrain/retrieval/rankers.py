@@ -134,7 +134,7 @@ class RankerConfig(Config):
 
     @property
     def is_in_training(self) -> bool:
-        """Whether the ranker is the model in training."""
+        """True if the ranker is the model in training."""
         return self.model_source == OWN
 
     @property
