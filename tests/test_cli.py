@@ -27,7 +27,7 @@ from processes import run_apart
 from skilltrain import __version__
 from skilltrain.cli import main
 from skilltrain.config import load_recipe
-from skilltrain.errors import StoppedError
+from skilltrain.errors import SkilltrainError, StoppedError
 from skilltrain.stage import STAGES, command_of, load_stage
 from skilltrain.tables import SKILLS, read_table
 from skilltrain.terminal import console
@@ -330,6 +330,19 @@ def test_fault_of_library_is_one_line(runs, tmp_path, monkeypatch, raised, line)
 
     assert outcome.code == 2
     assert line in outcome.error_line
+
+
+def test_model_without_memory_is_not_called_damaged(runs, tmp_path, monkeypatch):
+    def fail(config, out):
+        cause = OSError("unable to mmap 90868376 bytes: Cannot allocate memory (12)")
+        raise SkilltrainError("unreadable-model", "cannot load the weights") from cause
+
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", fail)
+
+    outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
+
+    assert outcome.code == 2
+    assert outcome.error_line.startswith("error: memory ran out")
 
 
 @pytest.fixture

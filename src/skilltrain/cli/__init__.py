@@ -114,9 +114,10 @@ def _message(error: BaseException) -> str:
         return "interrupted; what was finished is kept"
     if isinstance(error, typer.TyperException):  # the command line itself is wrong
         return f"{_usage_fault(error)} (see skilltrain --help)"
-    if isinstance(error, SkilltrainError):
+    # A model that cannot be read for lack of memory is not damaged.
+    if isinstance(error, SkilltrainError) and not _is_lack_of_memory(error.__cause__):
         return f"{error} [{error.code}]"
-    if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
+    if _is_lack_of_memory(error) or _is_lack_of_memory(error.__cause__):
         return "memory ran out (close other programs, or lower token_budget, max_tokens or workers)"
     if isinstance(error, OSError):
         reason = reason_of(error)
@@ -135,6 +136,11 @@ def _message(error: BaseException) -> str:
         return "a file or folder name is not valid UTF-8 (rename it)"
     name = type(error).__name__
     return f"{name}: {error} (unexpected: add --debug to see where it happened)"
+
+
+def _is_lack_of_memory(error: BaseException | None) -> bool:
+    """Tell whether an error, or the library's text in it, says that memory ran out."""
+    return isinstance(error, MemoryError) or bool(_NO_MEMORY.search(str(error)))
 
 
 def _usage_fault(error: typer.TyperException) -> str:
