@@ -307,6 +307,8 @@ def test_pool_without_flags_is_refused(server, tmp_path):
 
     with raises("missing-table"):
         config_of(server, folder).run(tmp_path / "out")
+    with raises("missing-table"):
+        config_of(server, folder).dry_run()
 
 
 def test_command_screens_a_pool(server, pool, tmp_path):

@@ -71,23 +71,14 @@ class Screen(Stage):
         Raises:
             SkilltrainError: The rules have not screened the pool, or no answer is usable.
         """
+        flags = _rule_flags(self.pool)
         skills = read_skills(self.pool)
-        flags = read_flags(self.pool)
-        # A FLAGS table says that the rules have screened the pool, so they must have done so.
-        if flags is None:
-            fix = "skilltrain pool makes a pool with flags"
-            raise SkilltrainError("missing-table", "no flags table here", where=self.pool, fix=fix)
         outcome = ask(_questions(self, skills))
         if skills and not outcome.values:
             problem = f"read none of {len(skills)} skills: {outcome.dropped[0].reason}"
             raise SkilltrainError("nothing-generated", problem, where=self.pool)
 
-        # A long skill has several pieces. Its first harmful piece makes its finding.
-        findings: dict[str, Flag] = {}
-        for piece, reading in outcome.values:
-            if reading.verdict == "harmful":
-                findings.setdefault(piece.skill_id, reading.flag(piece.skill))
-
+        findings = _findings(outcome.values)
         write_table(skills, SKILLS, out)
         write_table(outcome.dropped, DROPPED, out)
         write_flags(add_findings(flags, findings), out)
@@ -107,9 +98,26 @@ class Screen(Stage):
 
     def dry_run(self) -> Summary:
         """Count the skills and estimate the cost. Asks no chat model."""
+        _rule_flags(self.pool)  # raises the error of `run` before anything is paid for
         skills = read_skills(self.pool)
         cost = estimate_cost(_questions(self, skills))
         return {"num_skills": len(skills), "num_cut": _num_cut(skills), **cost}
+
+
+def _rule_flags(pool: Path) -> dict[str, list[Flag]]:
+    """Return the flags of a pool by skill id.
+
+    The stage writes a FLAGS table. This table tells other stages that the rules have screened the
+    pool, so they must have done so.
+
+    Raises:
+        SkilltrainError: The pool has no FLAGS table.
+    """
+    flags = read_flags(pool)
+    if flags is None:
+        fix = "skilltrain pool makes a pool with flags"
+        raise SkilltrainError("missing-table", "no flags table here", where=pool, fix=fix)
+    return flags
 
 
 def _num_cut(skills: Sequence[Skill]) -> int:
@@ -175,6 +183,20 @@ class Reading(BaseModel, frozen=True):
         return Flag(CHAT_MODEL, field, start, end, span, safe_reason(self.reason))
 
 
+def _findings(answers: Sequence[tuple[Piece, Reading]]) -> dict[str, Flag]:
+    """Return the findings of the model by skill id.
+
+    Args:
+        answers: Each piece with the answer of the model. A long skill has several pieces, and its
+            first harmful piece makes its finding.
+    """
+    findings: dict[str, Flag] = {}
+    for piece, reading in answers:
+        if reading.verdict == "harmful":
+            findings.setdefault(piece.skill_id, reading.flag(piece.skill))
+    return findings
+
+
 def find_quote(quote: str, skill: Skill) -> tuple[str, int, int] | None:
     """Return the field, the start and the end of a quote in a skill; None if it is not there.
 
@@ -185,8 +207,12 @@ def find_quote(quote: str, skill: Skill) -> tuple[str, int, int] | None:
         quote: Text that the model has copied from the skill.
         skill: The skill.
     """
-    pattern = r"\s+".join(map(re.escape, quote.split()))
-    for field in ("body", "description", "name") if pattern else ():
+    words = map(re.escape, quote.split())
+    # `\s+` matches any white space between two words.
+    pattern = r"\s+".join(words)
+    if not pattern:
+        return None  # an empty pattern would match everywhere
+    for field in ("body", "description", "name"):
         match = re.search(pattern, getattr(skill, field))
         if match is not None:
             return field, match.start(), min(match.end(), match.start() + MAX_SPAN)

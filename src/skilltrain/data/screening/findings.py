@@ -53,20 +53,24 @@ def find_again(skills: Iterable[Skill], pools: Iterable[Path | str]) -> dict[str
     Returns:
         Findings by the ids that the skills have in `skills`.
     """
+    # The digest of a skill depends only on its name, description and body.
     finding_by_digest: dict[bytes, Flag] = {}
     for pool in filter(is_table, pools):
         findings = read_findings(Path(pool))
-        # Most pools have no findings. Their skills need not be read.
-        for skill in read_skills(Path(pool)) if findings else ():
+        if not findings:
+            continue  # the skills of most pools need not be read
+        for skill in read_skills(Path(pool)):
             if skill.skill_id in findings:
                 finding_by_digest[content_digest(skill)] = findings[skill.skill_id]
+    if not finding_by_digest:
+        return {}  # saves the digests of all skills
 
-    found_again = {}
-    for skill in skills if finding_by_digest else ():
+    finding_by_id: dict[str, Flag] = {}
+    for skill in skills:
         finding = finding_by_digest.get(content_digest(skill))
         if finding is not None:
-            found_again[skill.skill_id] = finding
-    return found_again
+            finding_by_id[skill.skill_id] = finding
+    return finding_by_id
 
 
 def add_findings(
