@@ -22,6 +22,10 @@ STAGES = {
         "skilltrain.data.pool.skill_pool:Pool",
         "Make one pool of skills from many sources, and screen it for malware and injections.",
     ),
+    "screen": (
+        "skilltrain.data.chat_screening:Screen",
+        "Let a chat model read the skills of a pool, and add its findings to the flags.",
+    ),
     "queries": ("skilltrain.data.queries:Queries", "Read queries and judgements from files."),
     "synthesize": (
         "skilltrain.data.synthesize:Synthesize",

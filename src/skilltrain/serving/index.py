@@ -30,6 +30,8 @@ from pyarrow import feather
 from pydantic import Field
 
 from skilltrain.config import Config, validate
+from skilltrain.data.screening.findings import read_findings
+from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError, reason_of
 from skilltrain.files import (
     FileStamp,
@@ -218,10 +220,12 @@ class RouterState:
     Attributes:
         system: Rankers.
         skills: Skills by id.
+        findings: Findings of a chat model by skill id.
     """
 
     system: SystemConfig
     skills: Mapping[str, Skill]
+    findings: Mapping[str, Flag]
 
 
 @dataclass(frozen=True, eq=False)
@@ -435,7 +439,8 @@ def _load_generation(folder: Path) -> Index:
         raise ValueError("its parts are of different pools")
 
     pool = Path(from_stored_path(router, record.pool))
-    return Index(system, skills, sources, pool, folder, record, keys, stored_parts, stamp)
+    findings = read_findings(folder)
+    return Index(system, skills, findings, sources, pool, folder, record, keys, stored_parts, stamp)
 
 
 def _read_record(folder: Path) -> IndexRecord:

@@ -23,6 +23,9 @@ from pydantic import Field
 
 from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
+from skilltrain.data.screening import write_flags
+from skilltrain.data.screening.findings import find_again
+from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
     LOCAL_FILE,
@@ -320,10 +323,11 @@ def write_index(
         content_keys = _content_keys(skills)
         counts = _count_changes(previous, skills, content_keys)
         record = _create_record(router, system, contents, calibration, previous)
-        if previous and _is_unchanged(previous, record, content_keys):
+        findings = _read_findings(contents, previous)
+        if previous and _is_unchanged(previous, record, content_keys, findings):
             return counts
 
-        _write_generation(folder, record, skills, content_keys, models, previous)
+        _write_generation(folder, record, skills, content_keys, models, previous, findings)
         # Replacing the pointer makes the new generation the one in use.
         write_json(router / POINTER, {"index": folder.name})
         remove_old_generations(router)
@@ -362,19 +366,37 @@ def _create_record(
     return record
 
 
-def _is_unchanged(previous: Index, record: IndexRecord, content_keys: np.ndarray) -> bool:
+def _is_unchanged(
+    previous: Index,
+    record: IndexRecord,
+    content_keys: np.ndarray,
+    findings: Mapping[str, Flag],
+) -> bool:
     """Return whether the next generation has the skills and the record of the previous one.
 
     Args:
         previous: Previous generation.
         record: Record of the next generation, still without files.
         content_keys: Key of each skill's content in the next generation, [skill].
+        findings: Findings of a chat model in the next generation, by skill id.
     """
-    if not np.array_equal(previous.keys, content_keys):
+    if previous.findings != findings or not np.array_equal(previous.keys, content_keys):
         return False
     # The next record has no files yet, so leave them out of the comparison.
     old_record_without_files = previous.record.model_copy(update={"files": {}, "digests": {}})
     return old_record_without_files == record
+
+
+def _read_findings(contents: Contents, previous: Index | None) -> Mapping[str, Flag]:
+    """Return the findings of a chat model about the skills of a router, by skill id.
+
+    Args:
+        contents: Skills of the router. The findings are those of its pool.
+        previous: Previous generation. It gives the findings if the pool is gone.
+    """
+    if previous and not contents.pool.exists():
+        return previous.findings
+    return find_again(contents.all_skills(), [contents.pool])
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:
@@ -402,6 +424,7 @@ def _write_generation(
     content_keys: np.ndarray,
     models: dict[str, Any],
     previous: Index | None,
+    findings: Mapping[str, Flag],
 ) -> None:
     """Write the files of a generation. Data of unchanged skills is copied from `previous`.
 
@@ -412,6 +435,7 @@ def _write_generation(
         content_keys: Key of each skill's content, [skill].
         models: Open models by the ranker's `key`. Further ones are added.
         previous: Previous generation, if there is one.
+        findings: Findings of a chat model by skill id.
     """
     if previous and previous.record.models != record.models:
         previous = None  # its data is of other models
@@ -429,6 +453,9 @@ def _write_generation(
             model.save_part(part_folder, skills, old_parts.get(ranker.key), old_positions)
 
         np.save(staged / KEYS_FILE, content_keys)
+        if findings:
+            # Rules screen again in every answer. A chat model does not, so its flags are stored.
+            write_flags({skill_id: [flag] for skill_id, flag in findings.items()}, staged)
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")
         record_with_files = _add_files(record, staged)

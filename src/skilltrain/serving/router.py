@@ -15,6 +15,7 @@ import numpy as np
 from skilltrain.arguments import wrong_argument
 from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.data.screening import Flag, screen
+from skilltrain.data.screening.findings import find_again
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.retrieval.cascade import system_of
@@ -153,8 +154,19 @@ class _OpenPool:
             score=score,
             probability=probability,
             why=self.explain(query, trace, skill),
-            flags=_screen(skill, path),
+            flags=self.flags(skill, path),
         )
+
+    def flags(self, skill: Skill, skill_file: Path | None) -> tuple[Flag, ...]:
+        """Return the first flag of each rule for a skill, and the finding of a chat model, if any.
+
+        Args:
+            skill: The skill.
+            skill_file: Its SKILL.md. None: no files beside it are screened.
+        """
+        finding = self.state.findings.get(skill.skill_id)
+        rule_flags = _screen(skill, skill_file)
+        return rule_flags if finding is None else (*rule_flags, finding)
 
 
 class Router:
@@ -178,7 +190,11 @@ class Router:
             Router(1 skills; rankers: lexical; not calibrated)
         """
         skills_by_id = {skill.skill_id: skill for skill in read_pool(skills)}
-        self._current = _open(RouterState(system_of(rankers), skills_by_id), models={})
+        # Skills may also be given as rows, which have no findings.
+        pools = [skills] if isinstance(skills, Path | str) else []
+        findings = find_again(skills_by_id.values(), pools)
+        state = RouterState(system_of(rankers), skills_by_id, findings)
+        self._current = _open(state, models={})
 
     def __repr__(self) -> str:
         pool = self._current
@@ -232,7 +248,7 @@ class Router:
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
         """Return the flags of the safety screening for a skill: the first of each rule."""
-        return _screen(skill, find_skill_file(skill))
+        return self._current.flags(skill, find_skill_file(skill))
 
     def route(self, task: str, k: int = 5, filters: Filters | None = None) -> Answer:
         """Find the `k` best skills for a task.
@@ -276,7 +292,7 @@ class Router:
         """Return a router over other skills, in memory only. It shares the models of this one."""
         current = self._current
         skills_by_id = {skill.skill_id: skill for skill in skills}
-        state = RouterState(current.state.system, skills_by_id)
+        state = RouterState(current.state.system, skills_by_id, current.state.findings)
         # `__init__` would open the models again, so it is not called.
         router = Router.__new__(Router)
         router._current = _open(state, current.models)

@@ -85,7 +85,7 @@ def read_pool(source: Any) -> list[Skill]:
     """
     if not isinstance(source, Path | str):
         return _skills_of_rows(rows_of(source, "skills"))
-    if _is_table(source):
+    if is_table(source):
         return [*chain.from_iterable(read_by_source(Path(source)).values())]
 
     sources, dropped = read_sources([source])
@@ -104,7 +104,7 @@ def read_pool(source: Any) -> list[Skill]:
     return skills
 
 
-def _is_table(path: Path | str) -> bool:
+def is_table(path: Path | str) -> bool:
     """Return whether a path is a SKILLS table, or a folder with one."""
     file = table_path(Path(path), SKILLS)  # `path` itself, if it is a file
     return file.is_file() and file.name == f"{SKILLS.name}.parquet"
@@ -116,7 +116,7 @@ def read_by_source(pool: Path) -> dict[Path, list[Skill]]:
     If the pool does not store a fitting number of skills for each source, the pool itself is the
     only source.
     """
-    if not _is_table(pool):
+    if not is_table(pool):
         return {pool.resolve(): read_pool(pool)}
     skills = read_skills(pool)
     # A file in the folder of the pool stores the number of skills of each source.
@@ -303,7 +303,7 @@ def merge_sources(
     for skills in sources:
         merged.append([])
         for skill in sorted(skills, key=lambda skill: skill.skill_id):
-            content = _content_digest(skill)
+            content = content_digest(skill)
             # With `drop_duplicates`, skills with the same content are copies whatever their ids.
             identity = ("" if drop_duplicates else skill.skill_id, content)
             if identity in identities:
@@ -341,7 +341,7 @@ def _report_duplicate(skill: Skill, first_id: str) -> Dropped:
     return dropped_skill(skill.skill_id, "duplicate", reason, other_id=first_id)
 
 
-def _content_digest(skill: Skill) -> bytes:
+def content_digest(skill: Skill) -> bytes:
     """Hash the texts of a skill to 16 bytes. Case and white space do not count."""
     # NUL separates the texts, because `clean_text` has removed it from them.
     texts = "\x00".join(map(one_line, (skill.name, skill.description, skill.body)))

@@ -17,6 +17,8 @@ from skilltrain.data.screening.bundled import (
     BundledFile,
     read_bundled_files,
 )
+from skilltrain.data.screening.findings import find_again
+from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import staged_folder, write_json
 from skilltrain.records import Rankings, Skill
@@ -60,10 +62,12 @@ def provision(
                 problem = f"skill '{skill_id}' is not in the pool"
                 raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
 
+    # Findings of a chat model by skill id, unless flagged skills are used.
+    findings = find_again(skills.values(), [pool] if flagged == "leave_out" else [])
     # Screen each skill once. A flagged skill has None instead of files, and is left out.
     files: dict[str, list[BundledFile] | None] = {}
     for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):
-        files[skill_id] = _bundled_files(skills[skill_id], flagged)
+        files[skill_id] = _bundled_files(skills[skill_id], flagged, findings.get(skill_id))
 
     # Write a folder for each query, with a folder for each skill.
     ids_by_folder: dict[str, dict[str, str]] = {}  # a dict of each query, by query id
@@ -86,7 +90,9 @@ def provision(
     return {"num_skills": num_skills, "num_flagged": list(files.values()).count(None)}
 
 
-def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
+def _bundled_files(
+    skill: Skill, flagged: Flagged, finding: Flag | None
+) -> list[BundledFile] | None:
     """Screen a skill and return its bundled files.
 
     Bundled files are the other files in the folder of the skill's SKILL.md.
@@ -95,6 +101,7 @@ def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
         skill: The skill.
         flagged: What happens to a skill that the safety screening flags. `leave_out` leaves the
             skill out. `use` takes every skill, without a screening.
+        finding: Finding of a chat model about the skill, if any.
 
     Returns:
         The files; None for a flagged skill that is left out.
@@ -102,7 +109,9 @@ def _bundled_files(skill: Skill, flagged: Flagged) -> list[BundledFile] | None:
     original = find_skill_file(skill)  # path of its SKILL.md; None if there is no such file
     files, num_unread = read_bundled_files(original.parent) if original else ([], 0)
     name = printable(skill.skill_id, 90)
-    flags = screen_texts(skill, files) if flagged == "leave_out" else ()
+    flags = screen_texts(skill, files) if flagged == "leave_out" else []
+    if finding is not None:
+        flags.append(finding)
     if flags:
         flag = flags[0]  # the message shows only the first finding
         finding = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"

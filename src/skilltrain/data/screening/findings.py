@@ -1,0 +1,91 @@
+"""Findings of a chat model, which stay with the texts of a skill.
+
+The stage `screen` adds them to the FLAGS table of a pool. Unlike the findings of rules, they cannot
+be computed again in a moment. So pools and routers that are made of this pool take them over.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Final
+
+from skilltrain.data.pool.read import content_digest, is_table
+from skilltrain.data.screening import FIELDS, read_flags
+from skilltrain.data.screening.rules import Flag
+from skilltrain.llm.untrusted import untrusted_line
+from skilltrain.records import Skill
+from skilltrain.tables import read_skills
+
+CHAT_MODEL: Final = "chat_model"
+"""Rule of a flag that a chat model has raised."""
+_REASON_CHARS = 400
+
+
+def safe_reason(reason: str) -> str:
+    """Return a reason on one line, without characters that could harm a terminal or a prompt.
+
+    A chat model wrote it after reading the text of a stranger.
+    """
+    return untrusted_line(reason, _REASON_CHARS)
+
+
+def read_findings(folder: Path) -> dict[str, Flag]:
+    """Return the findings of chat models in the FLAGS table of a folder, by skill id."""
+    findings = {}
+    for skill_id, flags in (read_flags(folder) or {}).items():
+        for flag in flags:
+            # The folder may come from a stranger. So unknown fields do not count, and the reason
+            # is made safe again.
+            if flag.rule == CHAT_MODEL and flag.field in FIELDS:
+                findings[skill_id] = replace(flag, reason=safe_reason(flag.reason))
+    return findings
+
+
+def find_again(skills: Iterable[Skill], pools: Iterable[Path | str]) -> dict[str, Flag]:
+    """Return the findings that pools hold about skills with the same texts.
+
+    A copy of a skill has the finding too, whatever its id. A skill with a changed text has none.
+
+    Args:
+        skills: The skills.
+        pools: Sources of skills. Those that are no pool have no findings.
+
+    Returns:
+        Findings by the ids that the skills have in `skills`.
+    """
+    # The digest of a skill depends only on its name, description and body.
+    finding_by_digest: dict[bytes, Flag] = {}
+    for pool in filter(is_table, pools):
+        findings = read_findings(Path(pool))
+        if not findings:
+            continue  # the skills of most pools need not be read
+        for skill in read_skills(Path(pool)):
+            if skill.skill_id in findings:
+                finding_by_digest[content_digest(skill)] = findings[skill.skill_id]
+    if not finding_by_digest:
+        return {}  # saves the digests of all skills
+
+    finding_by_id: dict[str, Flag] = {}
+    for skill in skills:
+        finding = finding_by_digest.get(content_digest(skill))
+        if finding is not None:
+            finding_by_id[skill.skill_id] = finding
+    return finding_by_id
+
+
+def add_findings(
+    flags: Mapping[str, list[Flag]], findings: Mapping[str, Flag]
+) -> dict[str, list[Flag]]:
+    """Return flags by skill id with the findings of a chat model.
+
+    A skill has one finding at most. A new finding replaces that of an earlier model.
+
+    Args:
+        flags: Flags by skill id.
+        findings: Findings by skill id.
+    """
+    all_flags = dict(flags)
+    for skill_id, finding in findings.items():
+        rule_flags = [flag for flag in flags.get(skill_id, ()) if flag.rule != CHAT_MODEL]
+        all_flags[skill_id] = [*rule_flags, finding]
+    return all_flags
