@@ -19,7 +19,7 @@ from skilltrain.evaluation.page import (
     html_page,
     markdown,
 )
-from skilltrain.evaluation.report import ANALYSES, Report
+from skilltrain.evaluation.report import ANALYSES, Report, main_measures
 from skilltrain.evaluation.skill_page import skill_page
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
@@ -109,6 +109,7 @@ def _common_values(report: Report) -> dict[str, Any]:
         "analysis": analysis,
         "other_analyses": other_analyses,
         "meanings": _meanings(report.measures),
+        "main_measures": main_measures(report.measures),
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "seed": report.seed,
