@@ -48,7 +48,7 @@ from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
-from skilltrain.texts import clean_text, decode_text, language_of, one_line, printable
+from skilltrain.texts import SURROGATES, clean_text, decode_text, language_of, one_line, printable
 
 MAX_BODY_CHARS = 200_000  # longer bodies are cut
 MAX_FILE_BYTES = 64 * 2**20  # of a SKILL.md; larger files are not read
@@ -488,7 +488,9 @@ def _leads_out(path: Path, root: Path) -> bool:
 
 
 def _relative_path(path: Path, root: Path) -> str:
-    return clean_text(path.relative_to(root).as_posix())
+    """Return a path below `root`, with U+FFFD in place of each byte that is not UTF-8."""
+    # Python represents such bytes as lone surrogates.
+    return clean_text(SURROGATES.sub("\ufffd", path.relative_to(root).as_posix()))
 
 
 def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
@@ -501,7 +503,7 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     name = _relative_path(path, root)
     source = clean_text(root.name)
     # If the source is itself the folder of the skill, its name is the id.
-    skill_id = source if path.parent == root else _relative_path(path.parent, root)
+    skill_id = _relative_path(path.parent, root.parent if path.parent == root else root)
     try:
         if not path.is_file():
             return dropped_skill(skill_id, "unreadable", f"{name} is not a plain file")
