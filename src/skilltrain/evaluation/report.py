@@ -154,7 +154,7 @@ class Report:
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        if self.overall.has_equal_means(measure):
+        if not self.overall.best(measure):  # all means are equal
             return f"All systems have the same {measure}, {means[best]}."
 
         # A reading says whether the difference to another system is significant. Only some pairs of
@@ -197,13 +197,23 @@ class Report:
         """Return the report as JSON values, without the values of single queries."""
         # Every kind of analysis is a key. A kind that was not computed has an empty list.
         analysis = {kind: [] for kind in ANALYSES} | {**self.analysis}
+        slices = []
+        for query_slice in self.slices:
+            slices.append(
+                {
+                    "label": query_slice.label,
+                    "value": query_slice.value,
+                    "num_queries": len(query_slice.query_ids),
+                    "systems": query_slice.means,
+                }
+            )
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,
                 "seed": self.seed,
                 "resamples": RESAMPLES,
                 "systems": [self._system(name) for name in self.systems],
-                "slices": [_slice_row(query_slice) for query_slice in self.slices],
+                "slices": slices,
                 "differences": self.comparisons,
                 "gaps": self.gaps,
                 "analysis": analysis,
@@ -215,16 +225,6 @@ class Report:
         """Return a system's means over all queries as `metrics`, and those of each kind."""
         sections = self.sections(name)
         return {"name": name, "metrics": sections.pop(ALL), **sections}
-
-
-def _slice_row(query_slice: SliceMeans) -> Row:
-    """Return the row of a slice in metrics.json."""
-    return {
-        "label": query_slice.label,
-        "value": query_slice.value,
-        "num_queries": len(query_slice.query_ids),
-        "systems": query_slice.means,
-    }
 
 
 def main_measures(measures: Sequence[str]) -> list[str]:

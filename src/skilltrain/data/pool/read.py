@@ -253,17 +253,12 @@ def _read_and_cut(source: Path | str) -> tuple[list[Skill], list[Dropped]]:
             continue
         # A cut skill gets a row of DROPPED as a report, but stays in the pool.
         if len(item.body) > MAX_BODY_CHARS:
-            dropped.append(_report_cut(item))
+            num_chars = len(item.body)
+            reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
+            dropped.append(dropped_skill(item.skill_id, CUT, reason, value=float(num_chars)))
         skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
         skills.append(_with_language(skill))
     return skills, dropped
-
-
-def _report_cut(skill: Skill) -> Dropped:
-    """Return the row of DROPPED that says that a skill is kept, but with a cut body."""
-    num_chars = len(skill.body)
-    reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
-    return dropped_skill(skill.skill_id, CUT, reason, value=float(num_chars))
 
 
 def _with_language(skill: Skill) -> Skill:
@@ -307,7 +302,10 @@ def merge_sources(
             # With `drop_duplicates`, skills with the same content are copies whatever their ids.
             identity = ("" if drop_duplicates else skill.skill_id, content)
             if identity in identities:
-                dropped.append(_report_duplicate(skill, first_id_by_content[content]))
+                first_id = first_id_by_content[content]
+                reason = f"has the same name, description and body as {first_id}"
+                row = dropped_skill(skill.skill_id, "duplicate", reason, other_id=first_id)
+                dropped.append(row)
                 continue
             identities.add(identity)
             new_id = _unique_id(skill.skill_id, taken_ids, numbers)
@@ -333,12 +331,6 @@ def _unique_id(skill_id: str, taken_ids: set[str], numbers: Counter[str]) -> str
     new_id = f"{skill_id}~{numbers[skill_id]}"
     taken_ids.add(new_id)
     return new_id
-
-
-def _report_duplicate(skill: Skill, first_id: str) -> Dropped:
-    """Return the row of DROPPED for a skill with the texts of the skill `first_id`."""
-    reason = f"has the same name, description and body as {first_id}"
-    return dropped_skill(skill.skill_id, "duplicate", reason, other_id=first_id)
 
 
 def _content_digest(skill: Skill) -> bytes:
