@@ -242,7 +242,8 @@ def test_copies_count_in_differences(with_clusters):
     rows = saved_metrics(with_clusters)["differences"]
 
     differences = {row["measure"]: row["difference"]["mean"] for row in rows}
-    assert differences == pytest.approx({"Hit@1": 1, "Hit@1 (copies)": 1 / 3})
+    expected = {"Hit@1": 1, "Hit@1 (copies)": 1 / 3, "FC@2": 0, "FC@2 (copies)": 0}
+    assert differences == pytest.approx(expected)
 
 
 def test_report_explains_copies(with_clusters):

@@ -48,7 +48,7 @@ def server(answer: bytes, code: int = 200, wait: float = 0.0):
         yield address, requests
 
 
-def hook(address: str, text: str, seconds: float = 20.0, **variables: str) -> str:
+def hook(address: str, text: str, seconds: float = 100.0, **variables: str) -> str:
     """Run the hook and return what it prints. Check that it exits with 0 and that stderr is empty.
 
     Args:

@@ -151,14 +151,15 @@ def test_passing_errors_are_tried_again(server: LLMServer):
         (Reply(status=429, headers=SOON), 2),
         (Reply(status=400), 1),
         (Reply(status=413), 1),
-        (Reply(delay=0.4), 2),  # timed out
+        (Reply(delay=1.0), 2),  # timed out
         (Reply(cut=True), 2),
         (Reply(drop=True), 2),
     ],
 )
 def test_lasting_error_drops_one_item(server: LLMServer, reply: Reply, num_requests: int):
     server.otherwise = lambda request: reply
-    llm = open_client(server, max_retries=1, timeout=0.2)
+    # A slow machine must not time out for other replies.
+    llm = open_client(server, max_retries=1, timeout=0.2 if reply.delay else 60.0)
 
     outcome = ask_numbers(llm, 1)
 
@@ -323,9 +324,9 @@ def test_error_stops_threads():
         return item
 
     with pytest.raises(ValueError, match="five"):
-        finished.extend(in_threads(work, range(1000), 3))
+        finished.extend(in_threads(work, range(10_000), 3))
 
-    assert len(started) < 100
+    assert len(started) < 1000
     assert sorted([*finished, 5]) == sorted(started)
 
 

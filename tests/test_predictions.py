@@ -165,6 +165,18 @@ def test_ideal_ranking_holds_only_skills_of_pool(benchmark, pool):
     assert scores["single"]["nDCG@10"]["mean"] == pytest.approx(1 / math.log2(3))
 
 
+def test_predictions_may_be_a_setting(benchmark, pool):
+    predictions = {"t1": ["other", "gt/a"], "t2": ["gt/b"]}
+    by_option = evaluate(benchmark, predictions, "--pool", pool)
+    settings = [f"predictions={benchmark.parent / 'mine.json'}", f"pool={pool}"]
+
+    by_setting = skilltrain("evaluate", f"benchmark={benchmark}", *settings)
+
+    # BM25 does not rank the pool, and no report is written.
+    assert by_setting.out == by_option.out
+    assert list(json.loads(by_setting.out)) == ["all", "single", "multi"]
+
+
 def test_predicted_skill_outside_pool_is_refused(benchmark, pool):
     line = evaluate(benchmark, {"t1": ["gt/a", "copy/a"]}, "--pool", pool).error_line
 

@@ -107,18 +107,41 @@ def test_systems_are_compared_pairwise():
     """A system is compared with the first system and with the previous one."""
     rows = report_of(BASE, BETTER, SAME).to_json()["differences"]
 
-    assert [(row["system"], row["baseline"]) for row in rows[::2]] == [
+    num_measures = len(DEFAULT_MEASURES)
+    assert [(row["system"], row["baseline"]) for row in rows[::num_measures]] == [
         ("better", "base"),
         ("same", "base"),
         ("same", "better"),
     ]
-    assert [row["measure"] for row in rows] == ["Hit@1", "MRR@10"] * 3
+    assert [row["measure"] for row in rows] == [*DEFAULT_MEASURES] * 3
+
+
+def test_main_measures_share_holm_correction():
+    """Twelve queries, which the first system ranks right and the other two rank wrong."""
+    right = {f"q{number}": ("a",) for number in range(12)}
+    relevances = {query_id: Relevance(frozenset("a"), {"a": 1.0}) for query_id in right}
+    names = ("Hit@1", "MRR@10", "Recall@5", "nDCG@5")
+    results = []
+    for name, rankings in (("right", right), ("wrong", {}), ("empty", {})):
+        values = per_query(rankings, relevances, parse_measures(names))
+        results.append(SystemResult(name, values, rankings))
+
+    report = report_of(*results, measures=parse_measures(names), benchmark=benchmark_of(relevances))
+
+    # Of the three pairs, two differ in each measure: (right, wrong) and (right, empty).
+    p = 2 / 2**12
+    by_measure = {row.measure: row.p_holm / p for row in report.comparisons[: len(names)]}
+    # Two main measures share six comparisons, and the other measures have three each.
+    assert by_measure == pytest.approx({"Hit@1": 6, "MRR@10": 6, "Recall@5": 3, "nDCG@5": 3})
+    assert "Differences of the other measures" in report_page(report)
+    assert "comparisons by Hit@1, MRR@10 together" in report_markdown(report)
 
 
 def test_differences_equal_hand_calculation():
     rows = report_of(BASE, BETTER, SAME).to_json()["differences"]
 
-    hit, reciprocal_rank, same_hit, _, worse_hit, _ = rows
+    rows_by_pair = [rows[start : start + 2] for start in range(0, len(rows), len(DEFAULT_MEASURES))]
+    (hit, reciprocal_rank), (same_hit, _), (worse_hit, _) = rows_by_pair
     assert hit.keys() == {
         "system",
         "baseline",

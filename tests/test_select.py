@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 
 from faults import raises
 from llm_server import LLMServer, Reply, chat
+from processes import run_ranks
 from skilltrain.config import validate
 from skilltrain.llm import AnswerError, estimate_cost
 from skilltrain.llm.answers import Request
@@ -744,3 +746,26 @@ def test_router_may_choose_no_skill(server):
     router = Router([*SKILLS.values()], cascade(server))
 
     assert router.route("another task").skills == ()
+
+
+def print_cascade(base_url: str) -> None:
+    """Run the cascade on one rank of a launch, and print the rankings and the counts."""
+    dist.init_process_group("gloo")
+    queries = queries_of(q="topic bbb")
+
+    stages = run_systems([cascade(LLMServer(base_url))], queries, [*SKILLS.values()], 10)["cascade"]
+
+    print(json.dumps([[stage.rankings, stage.counts] for stage in stages]))
+    dist.destroy_process_group()
+
+
+def test_only_first_rank_asks_model(server):
+    server.otherwise = lambda request: Reply(
+        "[2]" if "candidate 1" in user_text(request) else '["bbb", "eee"]'
+    )
+
+    first, second = run_ranks(2, partial(print_cascade, server.base_url))
+
+    assert len(server.requests) == 2
+    assert (first.code, second.code) == (0, 0), (first, second)
+    assert first.out == second.out != ""

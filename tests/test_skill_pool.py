@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 
 from faults import raises
-from skilltrain.data.pool.read import merge_sources, read_pool
+from skilltrain.data.pool.read import find_skill_file, merge_sources, read_pool
 from skilltrain.data.pool.skill_file import MAX_HEADER_CHARS
 from skilltrain.data.pool.skill_pool import (
     DEFAULT_TAXONOMY,
@@ -454,6 +454,25 @@ def test_folder_name_may_be_no_utf8(tmp_path):
     (skill,), _, _ = make(tmp_path, tmp_path / ODD_NAME)
 
     assert skill["source"] == "caf"
+
+
+def test_odd_folder_name_is_not_another_skill(tmp_path):
+    files = {"caf": "Plain.", ODD_NAME: "One byte.", f"{ODD_NAME}~2": "Renamed.", "\udcff": "No."}
+    root = write(tmp_path / "root", {f"{name}/SKILL.md": body for name, body in files.items()})
+
+    skills = {skill.body: skill for skill in read_pool(root)}
+
+    odd_id = "caf\ufffd"
+    ids_by_body = {body: skill.skill_id for body, skill in skills.items()}
+    assert ids_by_body == {
+        "Plain.": "caf",
+        "One byte.": odd_id,
+        "Renamed.": f"{odd_id}~2",
+        "No.": "\ufffd",
+    }
+    # JSON cannot hold the path of a folder that is not UTF-8.
+    assert find_skill_file(skills["Plain."]) == root / "caf" / "SKILL.md"
+    assert find_skill_file(skills["Renamed."]) is None
 
 
 def test_shard_name_may_be_no_utf8(tmp_path):

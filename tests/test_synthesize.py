@@ -670,15 +670,15 @@ StoppedRun = tuple[LLMServer, int | None, str]
 def stopped(server, tmp_path, request) -> StoppedRun:
     """A run of 30 queries that a signal stops after 12 answers, during four requests."""
     server.otherwise = lambda body: replace(
-        unique_reply(body), delay=0 if len(server.requests) <= 12 else 60
+        unique_reply(body), delay=0 if len(server.requests) <= 12 else 600
     )
     write_skills(tmp_path, 30)
     process = start_synthesize(server, tmp_path, "llm.concurrency=4")
     # Each of four threads sends the next request when its last answer is in the cache.
     wait_for_requests(server, process, 16)
     os.kill(process.pid, request.param)
-    process.join(20)
-    process.kill()  # if it hangs
+    process.join(120)
+    process.kill()  # if it waits for the four answers
     process.join()
     server.otherwise = unique_reply
     return server, process.exitcode, (tmp_path / "output" / "err").read_text()

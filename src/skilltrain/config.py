@@ -490,7 +490,12 @@ def _follow(
             continue
         path.append(str(key))
         values = values[key]
-        classes = _inner_sections(classes, key)
+        inner_classes = []
+        for section in classes:
+            if key in section.model_fields:
+                inner_classes += sections_of(section.model_fields[key])
+        # Without such a field, the section is a list, and the key is a position in it.
+        classes = inner_classes or classes
         # If this section may have several classes, its tag chooses one.
         if len(classes) > 1 and isinstance(values, Mapping):
             classes = _chosen_sections(classes, values)
@@ -503,21 +508,6 @@ def _holds(values: Any, key: Any) -> bool:
     if isinstance(values, Mapping):
         return key in values
     return isinstance(values, Sequence) and isinstance(key, int)
-
-
-def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[BaseModel]]:
-    """Return the settings classes that the value of a key may have.
-
-    Args:
-        sections: Classes that the section with the key may have. They are returned if no field has
-            this key: the section is a list then, and the key is a position in it.
-        key: Name of a field, or position in a list.
-    """
-    inner_sections = []
-    for section in sections:
-        if key in section.model_fields:
-            inner_sections += sections_of(section.model_fields[key])
-    return inner_sections if inner_sections else sections
 
 
 def _chosen_sections(
@@ -627,6 +617,7 @@ class InputMark:
 
 
 InputPath = Annotated[Path, InputMark()]
+PoolPath = Annotated[InputPath, Field(description="SKILLS table (file or folder)")]
 
 
 def _as_list(value: Any) -> Any:

@@ -57,13 +57,8 @@ def evaluate(
     values, where = read_settings("evaluate", arguments)
     if predictions:
         values["predictions"] = [str(file) for file in predictions]
-        if scores is not None and scores.resolve() in {file.resolve() for file in predictions}:
-            raise SkilltrainError(
-                "overwrites-input",
-                "--json would overwrite the predictions",
-                where=scores,
-                fix="name another file",
-            )
+    # The setting predictions=… is the same as the option.
+    has_predictions = bool(values.get("predictions"))
 
     # Make systems of the models. A pool without models and predictions is ranked by BM25.
     has_models = bool(encoder or reranker)
@@ -74,12 +69,12 @@ def evaluate(
             where=where,
             fix="leave --encoder and --reranker out",
         )
-    needs_bm25 = values.get("pool") is not None and not predictions
+    needs_bm25 = values.get("pool") is not None and not has_predictions
     if "systems" not in values and (has_models or needs_bm25):
         values["systems"] = _systems(encoder or [], reranker)
 
     # Predictions without a report are only scored.
-    if predictions and "out" not in values and "systems" not in values:
+    if has_predictions and "out" not in values and "systems" not in values:
         _score_predictions(values, scores, is_dry_run)
         return
     if scores is not None:
@@ -135,6 +130,13 @@ def _score_predictions(values: dict[str, Any], scores: Path | None, is_dry_run: 
             "conflicting-settings",
             "several predictions files are compared in a report",
             fix="add out=… for its folder",
+        )
+    if scores is not None and scores.resolve() == config.predictions[0].resolve():
+        raise SkilltrainError(
+            "overwrites-input",
+            "--json would overwrite the predictions",
+            where=scores,
+            fix="name another file",
         )
     if "analysis" in values:
         raise SkilltrainError(

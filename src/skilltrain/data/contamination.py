@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from pydantic import Field
 
-from skilltrain.config import Config, InputPath, InputPaths
+from skilltrain.config import Config, InputPath, InputPaths, PoolPath
 from skilltrain.data.near_duplicates import word_trigrams
 from skilltrain.errors import SkilltrainError
 from skilltrain.metrics.benchmarks.benchmark import Task
@@ -327,7 +327,7 @@ class Decontaminate(Stage):
     next_command = "train RECIPE data.pool={pool} data.lists={out}"
 
     stage: Literal["decontaminate"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     queries: InputPath = Field(
         description="folder with QUERIES and JUDGEMENTS, and LISTS to be cleaned with them"
     )

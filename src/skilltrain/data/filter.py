@@ -12,7 +12,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from skilltrain.config import InputPath
+from skilltrain.config import InputPath, PoolPath
 from skilltrain.data.filter_layers import (
     PAIR,
     CosineLayer,
@@ -57,7 +57,7 @@ class Filter(Stage):
     )
 
     stage: Literal["filter"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     rankings: InputPath = Field(
         description="RANKINGS to filter: mined, or the trained encoder's candidates"

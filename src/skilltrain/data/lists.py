@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import pyarrow as pa
 from pydantic import Field, model_validator
 
-from skilltrain.config import InputPath, Seed
+from skilltrain.config import InputPath, PoolPath, Seed
 from skilltrain.data.sampling import stable_number
 from skilltrain.data.screening import Flag, flags_to_leave_out
 from skilltrain.errors import SkilltrainError
@@ -47,7 +47,7 @@ class Lists(Stage):
     next_command = "inspect {out}  # then skilltrain train RECIPE data.pool={pool} data.lists={out}"
 
     stage: Literal["lists"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     rankings: InputPath = Field(description="RANKINGS, false negatives already filtered out")
     split: str | None = Field(

@@ -8,7 +8,7 @@ import numpy as np
 import pyarrow as pa
 from pydantic import AfterValidator, Field, model_validator
 
-from skilltrain.config import InputPath, Seed
+from skilltrain.config import InputPath, PoolPath, Seed
 from skilltrain.data.near_duplicates import Positions
 from skilltrain.data.sources import Mining, Ranked
 from skilltrain.errors import SkilltrainError
@@ -40,7 +40,7 @@ class Mine(Stage):
     )
 
     stage: Literal["mine"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
     encoder: EncoderSource = Field(
         description="encoder of the semantic source; SkillRouter takes the base model"

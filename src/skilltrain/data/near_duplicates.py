@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import Int64, UInt64
 from pydantic import Field
 
-from skilltrain.config import InputPath
+from skilltrain.config import PoolPath
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Skill
 from skilltrain.stage import Stage, Summary
@@ -238,7 +238,7 @@ class Clusters(Stage):
     result = "{num_skills_in_clusters} of {num_skills} skills lie in {num_clusters} clusters"
 
     stage: Literal["clusters"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     threshold: float = Field(
         default=0.6, gt=0, le=1, description="Jaccard index of body trigrams that links skills"
     )

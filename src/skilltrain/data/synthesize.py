@@ -427,7 +427,12 @@ def _assign_texts(
     Returns:
         Planned queries with their texts, and rows of DROPPED for the others.
     """
-    owners_by_text = _owners_by_text(texts_by_skill)
+    # Ids of the skills with each text, by casefolded text.
+    owners_by_text: defaultdict[str, list[str]] = defaultdict(list)
+    for skill_id, texts in texts_by_skill.items():
+        for text in texts:
+            owners_by_text[text.casefold()].append(skill_id)
+
     values: list[tuple[PlannedQuery, str]] = []
     dropped: list[Dropped] = []
     for query in planned:
@@ -456,15 +461,6 @@ def _assign_texts(
         else:
             values.append((query, text))
     return Outcome(values, dropped, used={})  # no tokens and no cost
-
-
-def _owners_by_text(texts_by_skill: Mapping[str, Sequence[str]]) -> dict[str, list[str]]:
-    """Return the ids of the skills with each text, by casefolded text."""
-    owners_by_text: defaultdict[str, list[str]] = defaultdict(list)
-    for skill_id, texts in texts_by_skill.items():
-        for text in texts:
-            owners_by_text[text.casefold()].append(skill_id)
-    return owners_by_text
 
 
 def _first_ids_of_clusters(clusters: Path | None) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
-from skilltrain.config import InputPath
+from skilltrain.config import InputPath, PoolPath
 from skilltrain.data.pool.read import read_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Rankings, Skill
@@ -45,7 +45,7 @@ class Candidates(Stage):
     )
 
     stage: Literal["candidates"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     queries: InputPath = Field(description="folder with the QUERIES table")
     split: str | None = Field(
         default="train", description="rank for the queries of this split only; null for all"
@@ -129,7 +129,7 @@ class Teacher(Stage):
     next_command = "train RECIPE data.pool={pool} data.lists={out} loss.name=kl"
 
     stage: Literal["teacher"]
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     lists: InputPath = Field(
         description="folder with lists, queries and judgements, as the stage lists writes it"
     )

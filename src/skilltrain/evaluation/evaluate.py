@@ -497,18 +497,13 @@ def _read_prediction_file(file: Path, benchmark: Benchmark, pool: Container[str]
     if not predictions:
         problem = "all its predictions are for queries that are not scored here"
         raise SkilltrainError("nothing-to-score", problem, where=file)
-    _warn_of_missing(predictions, scored_ids, file)
-    return predictions
-
-
-def _warn_of_missing(predicted_ids: Container[str], query_ids: Sequence[str], file: Path) -> None:
-    """Print how many queries have no prediction in a file."""
-    missing_ids = [query_id for query_id in query_ids if query_id not in predicted_ids]
+    missing_ids = [query_id for query_id in scored_ids if query_id not in predictions]
     if missing_ids:
         say(
-            f"warning: {file}: no prediction for {len(missing_ids)} of {len(query_ids)} queries, "
+            f"warning: {file}: no prediction for {len(missing_ids)} of {len(scored_ids)} queries, "
             f"first '{missing_ids[0]}'; they score 0"
         )
+    return predictions
 
 
 def _check_query_ids(query_ids: Sequence[str], benchmark: Benchmark, file: Path) -> None:

@@ -26,8 +26,8 @@ from skilltrain.metrics.slices import (
 from skilltrain.records import Skill
 
 HEADLINE = "Hit@1"
-# Measures by which systems are compared in pairs; without any of them, the first measure.
-COMPARED = (HEADLINE, HEADLINE + COPIES, HEADLINE + JUDGED, "MRR@10")
+# Measures whose comparisons share one Holm correction. Without any of them, the first measure.
+_MAIN_MEASURES = (HEADLINE, HEADLINE + COPIES, HEADLINE + JUDGED, "MRR@10")
 ANALYSES = (
     "outcomes",
     "pass_rates",
@@ -154,7 +154,7 @@ class Report:
         best = max(means, key=lambda name: means[name].mean)
         if len(means) == 1:
             return f"{best}: {measure} {means[best]}."
-        if self.overall.has_equal_means(measure):
+        if not self.overall.best(measure):  # all means are equal
             return f"All systems have the same {measure}, {means[best]}."
 
         # A reading says whether the difference to another system is significant. Only some pairs of
@@ -197,13 +197,23 @@ class Report:
         """Return the report as JSON values, without the values of single queries."""
         # Every kind of analysis is a key. A kind that was not computed has an empty list.
         analysis = {kind: [] for kind in ANALYSES} | {**self.analysis}
+        slices = []
+        for query_slice in self.slices:
+            slices.append(
+                {
+                    "label": query_slice.label,
+                    "value": query_slice.value,
+                    "num_queries": len(query_slice.query_ids),
+                    "systems": query_slice.means,
+                }
+            )
         return to_jsonable_python(
             {
                 "benchmark": self.benchmark.name,
                 "seed": self.seed,
                 "resamples": RESAMPLES,
                 "systems": [self._system(name) for name in self.systems],
-                "slices": [_slice_row(query_slice) for query_slice in self.slices],
+                "slices": slices,
                 "differences": self.comparisons,
                 "gaps": self.gaps,
                 "analysis": analysis,
@@ -217,14 +227,12 @@ class Report:
         return {"name": name, "metrics": sections.pop(ALL), **sections}
 
 
-def _slice_row(query_slice: SliceMeans) -> Row:
-    """Return the row of a slice in metrics.json."""
-    return {
-        "label": query_slice.label,
-        "value": query_slice.value,
-        "num_queries": len(query_slice.query_ids),
-        "systems": query_slice.means,
-    }
+def main_measures(measures: Sequence[str]) -> list[str]:
+    """Return the measures whose comparisons share one Holm correction.
+
+    The comparisons by each other measure have a correction of their own.
+    """
+    return [name for name in measures if name in _MAIN_MEASURES] or [measures[0]]
 
 
 def build_report(
@@ -238,8 +246,7 @@ def build_report(
 ) -> Report:
     """Compute the means with 95% intervals, overall and by slice, and compare the systems.
 
-    Each system is compared with the first system and with its predecessor. Comparisons are by the
-    `measures` that are in COMPARED, or by the first measure if there are none.
+    Each system is compared with the first system and with its predecessor, by each measure.
 
     Args:
         benchmark: Tasks that were scored.
@@ -259,15 +266,22 @@ def build_report(
     planned_pairs = _compared_pairs(planned or systems)
     # Only systems with results can be compared.
     pairs = [pair for pair in planned_pairs if set(pair) <= set(systems)]
-    compared = [name for name in names if name in COMPARED] or [names[0]]
+    main = main_measures(names)
+    families = [main, *([name] for name in names if name not in main)]
+    comparisons = []
+    for family in families:
+        # Holm's correction is over all comparisons of one call.
+        comparisons += compare(results, pairs, family, num_pairs=len(planned_pairs))
+    # Put the measures of one pair together. The sort keeps the order of the measures.
+    comparisons.sort(key=lambda row: pairs.index((row.baseline, row.system)))
     return Report(
         benchmark,
         skills,
         names,
         tuple(results),
         slices,
-        comparisons=compare(results, pairs, compared, num_pairs=len(planned_pairs)),
-        gaps=description_length_gaps(results, slices, compared[0]),
+        comparisons=tuple(comparisons),
+        gaps=description_length_gaps(results, slices, main[0]),
         notes=tuple(notes),
         provenance=provenance or {},
     )

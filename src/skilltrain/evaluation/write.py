@@ -19,7 +19,7 @@ from skilltrain.evaluation.page import (
     html_page,
     markdown,
 )
-from skilltrain.evaluation.report import ANALYSES, Report
+from skilltrain.evaluation.report import ANALYSES, Report, main_measures
 from skilltrain.evaluation.skill_page import skill_page
 from skilltrain.files import write_json, write_jsonl, write_text
 from skilltrain.metrics.bootstrap import LEVEL, RESAMPLES, Interval, compact
@@ -104,11 +104,14 @@ def _common_values(report: Report) -> dict[str, Any]:
     analysis = {**dict.fromkeys(ANALYSES, ()), **report.analysis}
     # Known analyses have parts of their own in the templates. Plug-ins add other analyses.
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
+    # Without cutoff and ending: `Hit@1 (copies)` becomes `Hit`.
+    bare_names = [parse_measure(measure).name for measure in report.measures]
     return {
         "report": report,
         "analysis": analysis,
         "other_analyses": other_analyses,
-        "meanings": _meanings(report.measures),
+        "meanings": {name: meaning_of(name) for name in bare_names},
+        "main_measures": main_measures(report.measures),
         "level": f"{LEVEL:.0%}",
         "resamples": RESAMPLES,
         "seed": report.seed,
@@ -116,21 +119,6 @@ def _common_values(report: Report) -> dict[str, Any]:
         "max_exact": MAX_EXACT,
         "min_queries": _MIN_QUERIES,
     }
-
-
-def _meanings(measures: Sequence[str]) -> dict[str, str]:
-    """Return the meaning of each measure by its bare name.
-
-    The bare name has neither cutoff nor suffix: `Hit@1 (copies)` becomes `Hit`.
-
-    Args:
-        measures: Names of measures, such as `Hit@1 (copies)`.
-    """
-    meanings = {}
-    for measure in measures:
-        name = parse_measure(measure).name
-        meanings[name] = meaning_of(name)
-    return meanings
 
 
 def _first_ranks(report: Report, query_id: str) -> list[int | None]:

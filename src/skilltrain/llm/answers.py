@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from skilltrain.errors import SkilltrainError
+from skilltrain.texts import SURROGATES
 
 DATABASE = "answers.sqlite"
 MALFORMED = "malformed"
 _TOKENS_PER_MESSAGE = 4  # role and separators in OpenAI's chat format
 _THINK_BLOCK = re.compile(r"\A\s*<think>.*?</think>", re.S)  # at the start of an answer
-_SURROGATES = re.compile("[\ud800-\udfff]")  # cannot be written to a file
 _TABLE = """
 PRAGMA journal_mode = WAL;
 PRAGMA synchronous = NORMAL;
@@ -160,7 +160,7 @@ def read_completion(reply: Any, request: Request) -> Completion:
         choice = reply.choices[0]
         refusal = choice.message.refusal
         # A surrogate is half a character, and cannot be written to a file.
-        text = _SURROGATES.sub("\ufffd", refusal or choice.message.content or "")
+        text = SURROGATES.sub("\ufffd", refusal or choice.message.content or "")
     except (LookupError, TypeError, AttributeError):
         return Completion(text="", finish_reason=MALFORMED, num_prompt_tokens=request.num_tokens())
 

@@ -205,8 +205,11 @@ def _ask_round(
     answers = _collect_answers(questions, attempt, pending, faults)
     for position in pending:
         item = questions.items[position]
+        answer = answers[position]
         try:
-            values[position] = questions.read(item, _usable_text(answers[position]))
+            if isinstance(answer, AnswerError):
+                raise answer
+            values[position] = questions.read(item, answer.usable_text())
             faults.pop(position, None)  # the fault of an earlier round
         except (AnswerError, ValueError) as error:
             faults[position] = _dropped_row(item, error)
@@ -255,13 +258,6 @@ def _collect_answers(
         label = f"{questions.description}, attempt {attempt + 1}"
         answers.update(track(replies, label, len(uncached)))
     return answers
-
-
-def _usable_text(answer: AnswerOrError) -> str:
-    """Return the text of an answer. Raises AnswerError if there is no usable answer."""
-    if isinstance(answer, AnswerError):
-        raise answer
-    return answer.usable_text()
 
 
 def _dropped_row(item: Item, error: AnswerError | ValueError) -> Dropped:

@@ -251,7 +251,8 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
         SkilltrainError: Shared gold skills link all queries.
     """
     # Name of the group of each query. Queries with the same name are in the same fold.
-    groups = _linked_groups(tasks, _author_of)
+    # The author of a skill is the first folder of its id.
+    groups = _linked_groups(tasks, lambda skill_id: skill_id.partition("/")[0])
     if len(set(groups)) < num_folds:
         # `str` leaves a skill id as it is, so queries are linked by skill instead of by author.
         groups = _linked_groups(tasks, str)
@@ -265,10 +266,6 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
 
     fold_by_group = _balance_folds(group_sizes, num_folds, seed)
     return np.array([fold_by_group[group] for group in groups])
-
-
-def _author_of(skill_id: str) -> str:
-    return skill_id.partition("/")[0]
 
 
 def _linked_groups(tasks: Sequence[Task], label_of: Callable[[str], str]) -> list[str]:

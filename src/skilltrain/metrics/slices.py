@@ -89,10 +89,6 @@ class SliceMeans:
         best = frozenset(system for system, mean in means.items() if mean == highest)
         return best if len(best) < len(means) else frozenset()
 
-    def has_equal_means(self, measure: str) -> bool:
-        """Return whether all systems have the same mean."""
-        return not self.best(measure)
-
 
 def means_by_slice(
     results: Sequence[SystemResult],
@@ -170,7 +166,11 @@ def means_of(
     """
     means = {result.name: {} for result in results}
     # Measures with values for the same queries can share the random draws of the bootstrap.
-    measures_by_queries = _measures_by_queries(results, query_ids, measures)
+    measures_by_queries = {}
+    for measure in measures:
+        defined_ids = defined_queries(results, query_ids, measure)
+        if defined_ids:
+            measures_by_queries.setdefault(defined_ids, []).append(measure)
     for defined_ids, group in measures_by_queries.items():
         # One table for each system, side by side: a column is a measure of a system.
         values = [values_of(result, defined_ids, group) for result in results]
@@ -185,18 +185,6 @@ def means_of(
     for name, values in means.items():
         means[name] = {measure: values[measure] for measure in measures if measure in values}
     return means
-
-
-def _measures_by_queries(
-    results: Sequence[SystemResult], query_ids: Sequence[str], measures: Sequence[str]
-) -> dict[tuple[str, ...], list[str]]:
-    """Group the measures by the queries for which they have a value."""
-    groups = {}
-    for measure in measures:
-        defined_ids = defined_queries(results, query_ids, measure)
-        if defined_ids:
-            groups.setdefault(defined_ids, []).append(measure)
-    return groups
 
 
 def description_length_gaps(

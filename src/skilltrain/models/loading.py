@@ -359,7 +359,9 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
     except Exception as error:  # a damaged file can cause any exception
         # transformers names this option in its error if the model needs code of its own.
         if "trust_remote_code" in str(error):
-            raise _code_refused(folder) from error
+            fault = "the model brings Python code of its own, which is not run"
+            fix = "read the code, and set trust_remote_code: true beside source if you trust it"
+            raise SkilltrainError("remote-code", fault, where=folder, fix=fix) from error
         # Some exceptions have no message. Then name their class.
         message = printable(str(error), max_chars=300) or type(error).__name__
         raise SkilltrainError(
@@ -367,13 +369,6 @@ def load_pretrained(auto_class: Any, folder: Path, part: str, **options: Any) ->
         ) from error
     finally:
         logging.set_verbosity(verbosity)
-
-
-def _code_refused(folder: Path) -> SkilltrainError:
-    """Return the error for a model that needs code of its own."""
-    fault = "the model brings Python code of its own, which is not run"
-    fix = "read the code, and set trust_remote_code: true beside source if you trust it"
-    return SkilltrainError("remote-code", fault, where=folder, fix=fix)
 
 
 def load_model_config(folder: Path, runs_code: bool = False) -> Any:
@@ -545,7 +540,11 @@ def load_network(
             reason = f"{len(names)} are {fault}, such as {min(names)}"
             raise _weights_mismatch(folder, reason)
 
-    _copy_mapped_weights(network)
+    # Weights on the CPU are mapped from a file. Copy them to memory, because the process would
+    # crash if the file shrank.
+    for parameter in network.parameters():
+        if parameter.device.type == "cpu":
+            parameter.data = parameter.data.clone()
     # A token without an embedding would fail only when a text contains the token.
     num_rows = network.get_input_embeddings().weight.shape[0]
     if len(tokenizer) > num_rows:
@@ -556,16 +555,6 @@ def load_network(
             "incomplete-model", fault, where=folder, fix="get the whole model again"
         )
     return network
-
-
-def _copy_mapped_weights(network: Any) -> None:
-    """Copy weights on the CPU, which are mapped from a file, to memory.
-
-    The process would crash if a mapped file shrank.
-    """
-    for parameter in network.parameters():
-        if parameter.device.type == "cpu":
-            parameter.data = parameter.data.clone()
 
 
 def _missing_weights(network: Any, missing: set[str], folder: Path, new_head: bool) -> set[str]:

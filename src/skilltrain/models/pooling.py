@@ -148,22 +148,18 @@ def foreign_settings(folder: Path, model_config: Any, pooling: Pooling | None) -
         if pooling is None:
             pooling = _read_pooling(folder, pooling_folder, pooling_config)
         settings["pooling"] = pooling
-        if query_prompt or skill_prompt:
-            _check_prompt_is_pooled(pooling_config, folder)
+        leaves_prompt_out = pooling_config.get("include_prompt") is False
+        if leaves_prompt_out and (query_prompt or skill_prompt):
+            fault = (
+                "its pooling leaves the prompt out (include_prompt: false), which an encoder here "
+                "does not compute"
+            )
+            fix = "choose another model"
+            raise SkilltrainError("unsupported-model", fault, where=folder, fix=fix)
 
     transformer_folder = module_folders.get("Transformer", folder)
     settings |= _token_limits(folder, transformer_folder, model_config)
     return ForeignSettings(settings, query_prompt, skill_prompt)
-
-
-def _check_prompt_is_pooled(pooling_config: Mapping[str, Any], folder: Path) -> None:
-    """Check that a Pooling module does not leave out the tokens of the prompt."""
-    if pooling_config.get("include_prompt") is False:
-        fault = (
-            "its pooling leaves the prompt out (include_prompt: false), which an encoder here "
-            "does not compute"
-        )
-        raise SkilltrainError("unsupported-model", fault, where=folder, fix="choose another model")
 
 
 def _module_folders(modules: Sequence[_Module], folder: Path) -> dict[str, Path]:

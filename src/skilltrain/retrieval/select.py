@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from pydantic import Field
 
+from skilltrain.distributed import made_by_first_rank
 from skilltrain.llm import (
     LLM,
     AnswerError,
@@ -83,6 +84,14 @@ class AskingConfig(PromptFileConfig, RankerConfig):
 
     def dry_run(self, queries: Sequence[Query], skills: Sequence[Skill]) -> dict[str, Any]:
         return estimate_cost(self.asks(queries, skills))
+
+
+def ask_on_first_rank(questions: Questions[Ask, Any]) -> Outcome[Ask, Any]:
+    """Ask a chat model on the first rank of a launched run, and return its answers on all ranks.
+
+    If no request can succeed, every item is dropped with the reason "down".
+    """
+    return made_by_first_rank(lambda: ask_all(questions, drop_if_down=True))
 
 
 _EXAMPLE_SKILL = {"name": "(name)", "description": "(description)", "body": "(body)"}
@@ -217,7 +226,7 @@ class Chooser:
         if asks:
             estimate_cost(questions)  # prints the cost
         # If the server is down, no query gets an answer, and a warning says so.
-        outcome = ask_all(questions, drop_if_down=True)
+        outcome = ask_on_first_rank(questions)
         self.counts = outcome.counts()
         num_unusable = len(outcome.dropped)
         if num_unusable:

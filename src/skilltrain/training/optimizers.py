@@ -47,14 +47,19 @@ class OptimizerConfig(Config):
         """Return the optimiser of the parameters in `groups`."""
 
 
-class AdamW(OptimizerConfig):
+class _AdamConfig(OptimizerConfig):
+    """Settings that all forms of AdamW have."""
+
+    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="decay of both moments")
+    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
+
+
+class AdamW(_AdamConfig):
     """AdamW with moments in float32 (Loshchilov and Hutter 2019, arXiv 1711.05101)."""
 
     bytes_per_weight = 8
     is_shardable = True
     name: Literal["adamw"] = "adamw"
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="decay of both moments")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
 
     def create(self, groups: ParameterGroups, learning_rate: float) -> torch.optim.Optimizer:
         return torch.optim.AdamW(
@@ -62,13 +67,11 @@ class AdamW(OptimizerConfig):
         )
 
 
-class AdamW8bit(OptimizerConfig):
+class AdamW8bit(_AdamConfig):
     """AdamW with moments in 8 bits (Dettmers et al. 2022, arXiv 2110.02861), by bitsandbytes."""
 
     bytes_per_weight = 2
     name: Literal["adamw_8bit"] = "adamw_8bit"
-    betas: tuple[Beta, Beta] = Field(default=(0.9, 0.999), description="decay of both moments")
-    eps: float = Field(default=1e-8, gt=0, description="added to the root of the second moment")
 
     def create(self, groups: ParameterGroups, learning_rate: float) -> torch.optim.Optimizer:
         if importlib.util.find_spec("bitsandbytes") is None:

@@ -343,35 +343,18 @@ def _negatives(
     gains = table.gains()[positives]  # [positive]
     # A skill is a negative of a positive if it is an in-batch negative of the positive's query.
     skills_by_query = in_batch_negatives(table.lists, skill_ids, context)  # [query, skill]
-    return {
-        "query_to_query": ~has_common_answer,
-        "skill_to_query": _queries_with_lower_gain(gains, skills, batch, skill_ids, context),
-        "skill_to_skill": skills_by_query[queries],
-    }
 
-
-def _queries_with_lower_gain(
-    gains: Float[np.ndarray, "positive"],
-    columns: Shaped[np.ndarray, "positive"],
-    batch: Sequence[TrainingList],
-    skill_ids: Sequence[str],
-    context: ScoreContext,
-) -> Bool[np.ndarray, "positive batch"]:
-    """Return the queries of a batch for which a positive skill is a candidate of lower gain.
-
-    Args:
-        gains: Gain of each positive for its own query.
-        columns: Position in `skill_ids` of each positive.
-        batch: Lists of all ranks.
-        skill_ids: The distinct skills of `batch`.
-        context: Facts about the training set and the loss.
-    """
     # Let a positive be query q with skill s. Another query r is a negative if s is a candidate of r
     # and has a lower gain for r than for q. If s is not in the list of r, its gain for r is 0.
-    table = _ListTable.among(batch, skill_ids)
-    is_candidate = table.is_listed | in_batch_negatives(batch, skill_ids, context)
-    other_gains = table.gains()[:, columns].T  # [positive, batch]
-    return is_candidate[:, columns].T & (other_gains < gains[:, None])
+    batch_table = _ListTable.among(batch, skill_ids)
+    is_candidate = batch_table.is_listed | in_batch_negatives(batch, skill_ids, context)
+    batch_gains = batch_table.gains()[:, skills].T  # [positive, batch]
+    has_lower_gain = is_candidate[:, skills].T & (batch_gains < gains[:, None])
+    return {
+        "query_to_query": ~has_common_answer,
+        "skill_to_query": has_lower_gain,
+        "skill_to_skill": skills_by_query[queries],
+    }
 
 
 def _share_a_key(

@@ -48,7 +48,7 @@ from skilltrain.records import Dropped, Skill, counted
 from skilltrain.runs import RUN_FILE
 from skilltrain.tables import SKILLS, read_skills, table_path
 from skilltrain.terminal import say, track
-from skilltrain.texts import clean_text, decode_text, language_of, one_line, printable
+from skilltrain.texts import SURROGATES, clean_text, decode_text, language_of, one_line, printable
 
 MAX_BODY_CHARS = 200_000  # longer bodies are cut
 MAX_FILE_BYTES = 64 * 2**20  # of a SKILL.md; larger files are not read
@@ -253,17 +253,12 @@ def _read_and_cut(source: Path | str) -> tuple[list[Skill], list[Dropped]]:
             continue
         # A cut skill gets a row of DROPPED as a report, but stays in the pool.
         if len(item.body) > MAX_BODY_CHARS:
-            dropped.append(_report_cut(item))
+            num_chars = len(item.body)
+            reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
+            dropped.append(dropped_skill(item.skill_id, CUT, reason, value=float(num_chars)))
         skill = replace(item, body=item.body[:MAX_BODY_CHARS].rstrip())
         skills.append(_with_language(skill))
     return skills, dropped
-
-
-def _report_cut(skill: Skill) -> Dropped:
-    """Return the row of DROPPED that says that a skill is kept, but with a cut body."""
-    num_chars = len(skill.body)
-    reason = f"kept, its body cut from {num_chars:,} to {MAX_BODY_CHARS:,} characters"
-    return dropped_skill(skill.skill_id, CUT, reason, value=float(num_chars))
 
 
 def _with_language(skill: Skill) -> Skill:
@@ -307,7 +302,10 @@ def merge_sources(
             # With `drop_duplicates`, skills with the same content are copies whatever their ids.
             identity = ("" if drop_duplicates else skill.skill_id, content)
             if identity in identities:
-                dropped.append(_report_duplicate(skill, first_id_by_content[content]))
+                first_id = first_id_by_content[content]
+                reason = f"has the same name, description and body as {first_id}"
+                row = dropped_skill(skill.skill_id, "duplicate", reason, other_id=first_id)
+                dropped.append(row)
                 continue
             identities.add(identity)
             new_id = _unique_id(skill.skill_id, taken_ids, numbers)
@@ -333,12 +331,6 @@ def _unique_id(skill_id: str, taken_ids: set[str], numbers: Counter[str]) -> str
     new_id = f"{skill_id}~{numbers[skill_id]}"
     taken_ids.add(new_id)
     return new_id
-
-
-def _report_duplicate(skill: Skill, first_id: str) -> Dropped:
-    """Return the row of DROPPED for a skill with the texts of the skill `first_id`."""
-    reason = f"has the same name, description and body as {first_id}"
-    return dropped_skill(skill.skill_id, "duplicate", reason, other_id=first_id)
 
 
 def content_digest(skill: Skill) -> bytes:
@@ -488,7 +480,9 @@ def _leads_out(path: Path, root: Path) -> bool:
 
 
 def _relative_path(path: Path, root: Path) -> str:
-    return clean_text(path.relative_to(root).as_posix())
+    """Return a path below `root`, with U+FFFD in place of each byte that is not UTF-8."""
+    # Python represents such bytes as lone surrogates.
+    return clean_text(SURROGATES.sub("\ufffd", path.relative_to(root).as_posix()))
 
 
 def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
@@ -501,7 +495,7 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     name = _relative_path(path, root)
     source = clean_text(root.name)
     # If the source is itself the folder of the skill, its name is the id.
-    skill_id = source if path.parent == root else _relative_path(path.parent, root)
+    skill_id = _relative_path(path.parent, root.parent if path.parent == root else root)
     try:
         if not path.is_file():
             return dropped_skill(skill_id, "unreadable", f"{name} is not a plain file")

@@ -11,7 +11,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from skilltrain.config import InputPath, Seed
+from skilltrain.config import InputPath, PoolPath, Seed
 from skilltrain.data.llm_stage import ask, questions_of
 from skilltrain.llm import LLMConfig, Questions, estimate_cost, read_numbers
 from skilltrain.papers.r3.rejections import Group, group_prompt
@@ -44,7 +44,7 @@ class Equivalents(Stage):
 
     stage: Literal["equivalents"] = "equivalents"
     queries: InputPath = Field(description="folder with the QUERIES and JUDGEMENTS tables")
-    pool: InputPath = Field(description="SKILLS table (file or folder)")
+    pool: PoolPath
     rankings: InputPath = Field(
         description="RANKINGS of the queries, such as those of the stage candidates"
     )

@@ -12,10 +12,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from skilltrain.config import InputPath
-from skilltrain.llm import LLM, AnswerError, Outcome, ask_all, read_numbers
+from skilltrain.llm import LLM, AnswerError, Outcome, read_numbers
 from skilltrain.llm.query_prompts import UNTRUSTED, Ask, Prompt
 from skilltrain.records import Query, Rankings, Skill
-from skilltrain.retrieval.select import Chooser, ChoosingConfig
+from skilltrain.retrieval.select import Chooser, ChoosingConfig, ask_on_first_rank
 
 _RELEVANCY = f"""You decide which skills an AI agent is given for a task. A skill is a set of \
 instructions that the agent reads before it works. You get one task and a numbered list of \
@@ -148,8 +148,8 @@ class Admit(Chooser):
             asks = []
         file = self.config.specificity_prompt
         questions = self.config.questions_with(llm, asks, _SPECIFICITY_PROMPT, file)
-        # drop_if_down: if the server is down, questions have no answer, and the stage goes on.
-        specificity = ask_all(questions, drop_if_down=True)
+        # If the server is down, questions have no answer, and the stage goes on.
+        specificity = ask_on_first_rank(questions)
         for item, is_specific in specificity.values:
             # Skills without a usable answer are not among the values, so they stay admitted.
             if not is_specific:

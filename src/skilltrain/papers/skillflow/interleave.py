@@ -10,15 +10,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, SerializeAsAny
 
-from skilltrain.distributed import made_by_first_rank
-from skilltrain.llm import LLM, Outcome, Questions, ask_all, estimate_cost, read_object
+from skilltrain.llm import LLM, Outcome, Questions, estimate_cost, read_object
 from skilltrain.llm.query_prompts import Ask, Prompt, PromptExample
 from skilltrain.llm.untrusted import untrusted_line, untrusted_text
 from skilltrain.plugins import OneOf
 from skilltrain.records import Query, Rankings, Skill
 from skilltrain.retrieval.executor import OpenRankers, run_ranker
 from skilltrain.retrieval.rankers import Keep, RankerConfig
-from skilltrain.retrieval.select import AskingConfig
+from skilltrain.retrieval.select import AskingConfig, ask_on_first_rank
 
 _SYSTEM = """You are an AI agent that works on a task in rounds. In each round you may ask a \
 library for skills, which are sets of instructions that you read before you go on. You see the \
@@ -195,8 +194,7 @@ class Interleave:
             asks.append(self.config.make_ask(task, task_skills))
         questions = self.config.questions(llm, asks)
         estimate_cost(questions)  # prints the cost
-        # If no request can succeed, every task is dropped with the reason "down".
-        return made_by_first_rank(lambda: ask_all(questions, drop_if_down=True))
+        return ask_on_first_rank(questions)
 
     def _search(
         self,
