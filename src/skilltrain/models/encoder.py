@@ -305,7 +305,7 @@ def encoder_settings(config: EncoderConfig, model_config: Any) -> EncoderSetting
         SkilltrainError: The model is a reranker, a limit exceeds its positions, or the windows of
             bodies are impossible.
     """
-    folder = loading.resolve_model(config.source, weights=False)
+    folder = loading.resolve_model(config.source)
     # `config` has other fields too, such as the source. Take only fields of EncoderSettings.
     chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")

@@ -139,7 +139,7 @@ class ApiEncoder:
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector per raw query. Errors count queries from 0."""
-        rendered = [self.config.render_query(text) for text in texts]
+        rendered = [*map(self.config.render_query, texts)]
         names = [f"query {number}" for number in range(len(texts))]
         key = (self.config.base_url, self.config.model, *rendered)
         return encode_once(key, lambda: self._encode(rendered, names))

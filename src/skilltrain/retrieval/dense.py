@@ -122,7 +122,7 @@ class SkillEncoder:
     def encode_skills(self, skills: Sequence[Skill]) -> Vectors:
         """Return one unit vector per skill, of its first window."""
         settings = self.model.settings
-        texts = [settings.template.render_skill(skill) for skill in skills]
+        texts = [*map(settings.template.render_skill, skills)]
         return self._encode(texts, settings.max_tokens, "encoding skills")
 
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
@@ -148,7 +148,7 @@ class SkillEncoder:
         """Return one unit vector per raw query. The template's prompt and cap are applied here."""
         settings = self.model.settings
         max_tokens = settings.query_max_tokens
-        rendered = [settings.template.render_query(text) for text in texts]
+        rendered = [*map(settings.template.render_query, texts)]
         # Rankers with one network share the vectors, even if they read other fields of skills.
         key = (self.model.backbone, self.token_budget, max_tokens, *rendered)
         return encode_once(key, lambda: self._encode(rendered, max_tokens, "encoding queries"))
@@ -282,8 +282,8 @@ def _identity(model: Encoder, fingerprint: str) -> str:
     """
     # How a skill is cut into chunks changes the texts, but not the vector of a text.
     settings = model.settings.model_dump_json(exclude={"chunks"})
-    content = f"{settings} {model.backbone.dtype} {fingerprint}"
-    return hashlib.sha256(content.encode()).hexdigest()[:24]
+    content = f"{settings} {model.backbone.dtype} {fingerprint}".encode()
+    return hashlib.sha256(content).hexdigest()[:24]
 
 
 def _tokenize_blocks(
