@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Compare how long a query takes in skilltrain's router and in a pipeline of other libraries.
 
-python benchmarks/route_speed.py POOL QUERIES OUT [NUM]
+python benchmarks/route_speed.py POOL QUERIES OUT [NUM [SYSTEM ...]]
 
 POOL is a folder of the stage pool. QUERIES is a folder with the QUERIES table, of which NUM queries
 are timed (default: 100). OUT keeps the router and the files of the other pipeline, which consists
@@ -9,6 +9,11 @@ of sentence-transformers, faiss and bm25s. Both sides rank in the same way. They
 BM25 and of MiniLM's cosine, and reorder the first 20 skills with late interaction. Each side runs
 in its own process, and is timed cold and warm. Prints a Markdown table to stdout, and to stderr how
 far the answers agree.
+
+SYSTEM is `first`, `late`, or a router with a reranker, such as `rerank-10x96`: it reads pairs of
+the request and each of the first 10 skills, of 96 tokens at most (default: all systems). The
+reranker is MiniLM with a random head, which changes its answers and not its time. The other
+pipeline has no reranker.
 """
 
 import json
@@ -30,16 +35,23 @@ LATE_WEIGHTS = [1.0, 0.5, 0.5]  # of BM25, the encoder and late interaction
 MAX_QUERY_CHARS = 1500
 MAX_TOKENS = 256
 NUM_WARM_UP = 5  # queries that are answered before the clock starts
+# Routers with a reranker: number of skills that the reranker reads, and tokens of a pair.
+RERANKERS = {"rerank-10x96": (10, 96), "rerank-10x128": (10, 128), "rerank-20x192": (20, 192)}
 
 
 def build_systems(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the rankers of both systems: `late` adds late interaction to `first`."""
+    """Return the rankers of each system: the others add a ranker to `first`."""
     dense = {"kind": "dense", "source": MODEL, "cache": str(out / "vectors")}
     rankers = [{"kind": "lexical"}, dense]
     first = {"kind": "fuse", "of": rankers, "weights": WEIGHTS, "keep": NUM_RERANKED}
     rankers = [*rankers, {"kind": "late", "source": MODEL}]
     second = {"kind": "fuse", "of": rankers, "weights": LATE_WEIGHTS}
-    return {"first": [first], "late": [first, second]}
+    systems = {"first": [first], "late": [first, second]}
+    for name, (num_skills, max_tokens) in RERANKERS.items():
+        reranker = {"kind": "rerank", "source": str(out / "reranker"), "keep": num_skills}
+        limits = {"max_tokens": max_tokens, "query_max_tokens": max_tokens // 2}
+        systems[name] = [first, reranker | limits]
+    return systems
 
 
 def fuse(rankings: Sequence[Mapping[int, float]], weights: Sequence[float]) -> list[int]:
@@ -180,20 +192,42 @@ def new_tokenizer() -> Any:
     return Tokenizer(splitter=words_and_bigrams, stopwords=sorted(stop_words), stemmer=stem)
 
 
-def build_indexes(pool: Path, out: Path) -> None:
-    """Build the router of each system, and the indexes of the peer from the same vectors."""
+def build_reranker(folder: Path) -> None:
+    """Save MiniLM as a reranker of pairs, with a random head."""
+    import torch
+
+    from skilltrain.models.reranker import RerankerConfig, load_reranker
+    from skilltrain.models.saving import save_model
+    from skilltrain.templates import RerankerTemplate
+
+    torch.manual_seed(0)
+    config = RerankerConfig(source=MODEL, template=RerankerTemplate(form="pair"))
+    reranker = load_reranker(config, torch.device("cpu"), new_head=True)
+    save_model(reranker, folder, base=MODEL)
+
+
+def build_routers(pool: Path, out: Path, systems: Sequence[str]) -> None:
+    """Build the router of each system."""
+    import skilltrain
+
+    if RERANKERS.keys() & systems and not (out / "reranker").is_dir():
+        build_reranker(out / "reranker")
+    for name in systems:
+        rankers = build_systems(out)[name]
+        recipe = {"stage": "index", "pool": pool, "rankers": rankers, "out": out / name}
+        start_time = time.perf_counter()
+        summary = skilltrain.run(recipe)
+        print(name, summary, f"{time.perf_counter() - start_time:.1f} s", file=sys.stderr)
+
+
+def build_peer(pool: Path, out: Path) -> None:
+    """Build the indexes of the peer from the vectors of the routers."""
     import bm25s
 
     import skilltrain
     from skilltrain.retrieval.dense import EncoderSource, open_encoder
     from skilltrain.retrieval.lexical import K1, B, bm25_text
     from skilltrain.tables import pa, pq
-
-    for name, rankers in build_systems(out).items():
-        recipe = {"stage": "index", "pool": pool, "rankers": rankers, "out": out / name}
-        start_time = time.perf_counter()
-        summary = skilltrain.run(recipe)
-        print(name, summary, f"{time.perf_counter() - start_time:.1f} s", file=sys.stderr)
 
     folder = out / "peer"
     if folder.is_dir():
@@ -227,6 +261,7 @@ def measure(side: str, system: str, out: Path, process_start: float) -> dict[str
     Returns:
         cold: Seconds from the start of the process to the first answer.
         seconds: Seconds of each further answer.
+        cpu_seconds: Processor time of each of these answers, of all threads together.
         answers: Skill ids of all these answers.
         peak: Peak memory in MiB.
     """
@@ -238,21 +273,31 @@ def measure(side: str, system: str, out: Path, process_start: float) -> dict[str
     for text in queries[-NUM_WARM_UP:]:
         ranker.answer(text)
     seconds: list[float] = []
+    cpu_seconds: list[float] = []
     for text in queries[1:-NUM_WARM_UP]:
         start_time = time.perf_counter()
+        start_cpu_time = time.process_time()
         answers.append(ranker.answer(text))
+        cpu_seconds.append(time.process_time() - start_cpu_time)
         seconds.append(time.perf_counter() - start_time)
 
     from measuring import peak_bytes  # not before: its import would be a part of the cold start
 
-    return {"cold": cold, "seconds": seconds, "answers": answers, "peak": peak_bytes() / 2**20}
+    return {
+        "cold": cold,
+        "seconds": seconds,
+        "cpu_seconds": cpu_seconds,
+        "answers": answers,
+        "peak": peak_bytes() / 2**20,
+    }
 
 
 def compare_sides(system: str, out: Path) -> None:
     """Measure all sides with one system, and print their rows of the table."""
     results: dict[str, dict[str, Any]] = {}
     percentiles: dict[str, np.ndarray] = {}  # median and 95th percentile in milliseconds
-    for side in SIDES:
+    sides = [side for side in SIDES if side != "peer" or system not in RERANKERS]
+    for side in sides:
         command = [sys.executable, __file__, side, system, str(out), str(time.time())]
         process = subprocess.run(command, stdout=subprocess.PIPE, check=True)
         results[side] = json.loads(process.stdout)
@@ -261,15 +306,30 @@ def compare_sides(system: str, out: Path) -> None:
 
     for side, result in results.items():
         p50, p95 = percentiles[side]
+        cpu = np.median(result["cpu_seconds"]) * 1e3
         print(
-            f"| {system}, {side} | {p50:.1f} ms | {p95:.1f} ms | {result['cold']:.1f} s "
-            f"| {result['peak']:.0f} MiB |"
+            f"| {system}, {side} | {p50:.1f} ms | {p95:.1f} ms | {cpu:.1f} ms "
+            f"| {result['cold']:.1f} s | {result['peak']:.0f} MiB |"
         )
+    if "peer" in sides:
+        compare_with_peer(system, results, percentiles)
+
+
+def compare_with_peer(
+    system: str, results: Mapping[str, dict[str, Any]], percentiles: Mapping[str, np.ndarray]
+) -> None:
+    """Print how much slower the peer is, and how far the answers agree.
+
+    Args:
+        system: Name of the system.
+        results: Result of `measure` by side.
+        percentiles: Median and 95th percentile by side, in milliseconds.
+    """
     ours = results["ours"]
     peer = results["peer"]
     p50_ratio, p95_ratio = percentiles["peer"] / percentiles["ours"]
     cold_ratio = peer["cold"] / ours["cold"]
-    print(f"| {system}, peer / ours | {p50_ratio:.2f} | {p95_ratio:.2f} | {cold_ratio:.2f} | |")
+    print(f"| {system}, peer / ours | {p50_ratio:.2f} | {p95_ratio:.2f} | | {cold_ratio:.2f} | |")
 
     same_first: list[bool] = []
     shared: list[float] = []
@@ -283,7 +343,9 @@ def compare_sides(system: str, out: Path) -> None:
     )
 
 
-def run_benchmark(pool: Path, folder: Path, out: Path, num_timed: int) -> None:
+def run_benchmark(
+    pool: Path, folder: Path, out: Path, num_timed: int, systems: Sequence[str]
+) -> None:
     """Build the indexes, draw the queries, and print the table.
 
     Args:
@@ -291,18 +353,22 @@ def run_benchmark(pool: Path, folder: Path, out: Path, num_timed: int) -> None:
         folder: Folder of the queries.
         out: Folder to write.
         num_timed: Number of timed queries; fewer if the folder has too few.
+        systems: Names of the systems to time; all if it is empty.
     """
     from skilltrain.tables import select_queries
 
-    build_indexes(pool, out)
+    systems = systems or list(build_systems(out))
+    build_routers(pool, out, systems)
+    if not set(systems) <= RERANKERS.keys():
+        build_peer(pool, out)
     queries = [query.text for query in select_queries(folder, None)]
     num_untimed = 1 + NUM_WARM_UP  # the first one is the cold start
     order = np.random.default_rng(0).permutation(len(queries))[: num_timed + num_untimed]
     (out / "queries.json").write_text(json.dumps([queries[position] for position in order]))
 
-    print(f"| n = {len(order) - num_untimed} | p50 | p95 | cold start | peak memory |")
-    print("| --- | ---: | ---: | ---: | ---: |")
-    for system in build_systems(out):
+    print(f"| n = {len(order) - num_untimed} | p50 | p95 | CPU p50 | cold start | peak memory |")
+    print("| --- | ---: | ---: | ---: | ---: | ---: |")
+    for system in systems:
         compare_sides(system, out)
 
 
@@ -312,8 +378,9 @@ def main(arguments: Sequence[str]) -> None:
         side, system, out, process_start = arguments
         print(json.dumps(measure(side, system, Path(out), float(process_start))))
         return
-    pool, folder, out, *num_timed = arguments
-    run_benchmark(Path(pool), Path(folder), Path(out), int(num_timed[0]) if num_timed else 100)
+    pool, folder, out, *options = arguments
+    num_timed = int(options[0]) if options else 100
+    run_benchmark(Path(pool), Path(folder), Path(out), num_timed, systems=options[1:])
 
 
 if __name__ == "__main__":

@@ -1,11 +1,13 @@
 """Vectors of skills and queries: each text is encoded once, in micro-batches, with a cache."""
 
+import shutil
 from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from skilltrain.models.cpu_linear import pack_linear_layers
 from skilltrain.records import Skill
@@ -110,22 +112,24 @@ def test_cache_separates_models(model_folders, tmp_path, monkeypatch, model, set
     assert len(texts) == len(SKILLS)
 
 
-def test_changed_weights_change_identity(model_folders, tmp_path, open_encoder_of):
-    model = open_encoder_of("bert")
-    identity = dense._identity(model)
-    assert open_encoder(source(model_folders, cache=tmp_path)).identity == identity
+def test_changed_weights_change_identity(model_folders, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(model_folders["bert"], folder)
+    old_identity = open_encoder(EncoderSource(source=str(folder))).identity
+    weights = load_file(folder / "model.safetensors")
+    next(iter(weights.values())).flatten()[5] += 1e-3
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
-    for weights in (
-        model.backbone.embeddings.word_embeddings.weight,
-        model.backbone.encoder.layer[1].output.dense.bias,
-    ):
-        with torch.no_grad():
-            weights.flatten()[5] += 1e-3
+    identity = open_encoder(EncoderSource(source=str(folder))).identity
 
-        changed = dense._identity(model)
+    assert identity != old_identity
 
-        assert changed != identity
-        identity = changed
+
+def test_precision_changes_identity(model_folders):
+    float32 = EncoderSource(source=str(model_folders["bert"]), precision="float32")
+    bfloat16 = EncoderSource(source=str(model_folders["bert"]), precision="bfloat16")
+
+    assert open_encoder(float32).identity != open_encoder(bfloat16).identity
 
 
 SAME_BUT_BODY = [

@@ -18,6 +18,8 @@ from skilltrain.llm.settings import BudgetConfig
 from skilltrain.records import Query, Skill
 from skilltrain.retrieval.api import ApiConfig, ApiEncoder
 from skilltrain.retrieval.cascade import SystemConfig, run_systems
+from skilltrain.retrieval.executor import OpenRankers, run_ranker
+from skilltrain.retrieval.fusion import FuseConfig
 from skilltrain.templates import SkillTemplate
 
 SKILLS = [Skill(f"id of {n}", f"skill-{n}", "Sorts.", "Sorts by month. " * n) for n in range(10)]
@@ -71,6 +73,22 @@ def test_system_ranks_by_cosines(server: LLMServer, tmp_path: Path):
         skill_ids, scores = zip(*stage.rankings[query.query_id], strict=True)
         assert list(skill_ids) == [SKILLS[position].skill_id for position in best]
         np.testing.assert_allclose(scores, row[best], atol=1e-6)
+
+
+def test_legs_send_a_request_once(server: LLMServer):
+    full = source(server)
+    nd = source(server, skill=SkillTemplate(fields="nd"))
+    ranker = validate(FuseConfig, {"of": [full, nd], "keep": 5}, "test")
+    pool = OpenRankers(SKILLS)
+    legs = [leg.ranker(SKILLS, pool.opened) for leg in (full, nd)]
+    expected = [leg.rank(API_QUERIES, None, 5) for leg in legs]
+    num_sent = len(texts_sent(server))
+
+    run = run_ranker(ranker, API_QUERIES, None, pool)
+
+    sent = texts_sent(server)[num_sent:]
+    assert sorted(sent) == sorted(query.text for query in API_QUERIES)
+    assert [ranking["q0"][:5] for ranking in run.by_leg] == [one["q0"] for one in expected]
 
 
 def test_system_keeps_vectors(server: LLMServer, tmp_path: Path):

@@ -1,7 +1,6 @@
 """Encoder that maps each text to one unit vector."""
 
 from collections.abc import Collection, Mapping, Sequence, Sized
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
@@ -270,7 +269,7 @@ def load_encoder(
     runs_code = config.trust_remote_code
     folder = loading.resolve_model(config.source, code=runs_code)
     model_config = loading.load_model_config(folder, runs_code)
-    settings = _settings(folder, config, model_config)
+    settings = encoder_settings(config, model_config)
     tokenizer = loading.load_tokenizer(folder, runs_code)
     # Texts of different lengths are encoded together, so they need padding.
     if tokenizer.pad_token_id is None:
@@ -291,15 +290,14 @@ def load_encoder(
     return encoder
 
 
-def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> EncoderSettings:
-    """Collect the settings of an encoder.
+def encoder_settings(config: EncoderConfig, model_config: Any) -> EncoderSettings:
+    """Return the settings of the encoder that `config` selects.
 
     A setting that `config` leaves out comes from the model's folder: from the settings that
     training stored, or from the files of sentence-transformers. A setting that neither `config` nor
     the folder has takes its default.
 
     Args:
-        folder: Folder of the model.
         config: Settings that the user chose.
         model_config: The model's config.json as an object of transformers.
 
@@ -307,6 +305,7 @@ def _settings(folder: Path, config: EncoderConfig, model_config: Any) -> Encoder
         SkilltrainError: The model is a reranker, a limit exceeds its positions, or the windows of
             bodies are impossible.
     """
+    folder = loading.resolve_model(config.source)
     # `config` has other fields too, such as the source. Take only fields of EncoderSettings.
     chosen = config.model_dump(exclude_none=True, include={*EncoderSettings.model_fields})
     stored = loading.stored_settings(folder, "encoder")

@@ -23,6 +23,7 @@ from skilltrain.retrieval.vectors import (
     VectorCache,
     Vectors,
     cached_vectors,
+    encode_once,
     text_keys,
 )
 from skilltrain.templates import SkillTemplate
@@ -138,8 +139,10 @@ class ApiEncoder:
 
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector per raw query. Errors count queries from 0."""
-        rendered = [self.config.render_query(text) for text in texts]
-        return self._encode(rendered, [f"query {number}" for number in range(len(texts))])
+        rendered = [*map(self.config.render_query, texts)]
+        names = [f"query {number}" for number in range(len(texts))]
+        key = (self.config.base_url, self.config.model, *rendered)
+        return encode_once(key, lambda: self._encode(rendered, names))
 
     def _encode(self, texts: Sequence[str], names: Sequence[str]) -> Vectors:
         """Return the unit vector of each text, from the cache or from the server.

@@ -263,9 +263,11 @@ class Cascade:
         Args:
             later_systems: Systems that are still to run.
         """
-        needed_keys = {OWN}  # the model in training always stays
+        needed_keys: set[str | None] = {OWN}  # the model in training always stays
         for system in later_systems:
-            needed_keys |= {ranker.key for ranker in flatten_rankers(system.rankers)}
+            for ranker in flatten_rankers(system.rankers):
+                # Rankers are opened by their keys, and networks that they share by their sources.
+                needed_keys |= {ranker.key, ranker.model_source}
         opened = self.pool.opened.items()
         self.pool.opened = {key: value for key, value in opened if key in needed_keys}
 

@@ -1,11 +1,11 @@
 """Dense retrieval: an encoder turns skills and queries into unit vectors."""
 
 import hashlib
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
@@ -18,19 +18,33 @@ from torch import Tensor
 
 from skilltrain.errors import SkilltrainError
 from skilltrain.models.cpu_linear import pack_linear_layers
-from skilltrain.models.encoder import Encoder, EncoderConfig, load_encoder
-from skilltrain.models.loading import Precision, default_device, resolve_model, stored_settings
+from skilltrain.models.encoder import Encoder, EncoderConfig, encoder_settings, load_encoder
+from skilltrain.models.loading import (
+    Precision,
+    default_device,
+    model_fingerprint,
+    resolve_model,
+    stored_settings,
+)
 from skilltrain.models.micro_batches import Groups, micro_batches
 from skilltrain.records import Skill
 from skilltrain.retrieval.nearest import ChunkVectors, PoolRanker, VectorIndex, starts_of
 from skilltrain.retrieval.rankers import Keep, RankerConfig
-from skilltrain.retrieval.vectors import EncodedTexts, VectorCache, Vectors, cached_vectors
+from skilltrain.retrieval.vectors import (
+    EncodedTexts,
+    VectorCache,
+    Vectors,
+    cached_vectors,
+    encode_once,
+)
 from skilltrain.terminal import progress
 
 _TEXTS_PER_BLOCK = 2048  # texts to tokenize at once, and vectors to save at once
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
 _MAX_SECONDS_BETWEEN_YIELDS = 60  # so that the cache saves the vectors of a slow model
 _ENOUGH_TOKENS = 512  # larger micro-batches are no faster on a CPU
+# Settings that decide which texts an encoder reads, and not how its network computes.
+_TEXT_SETTINGS = {"fields", "template", "max_tokens", "query_max_tokens", "chunks"}
 
 
 class OpenConfig(EncoderConfig):
@@ -86,8 +100,7 @@ class SkillEncoder:
         source: Where it was loaded from, for errors.
         token_budget: Padded tokens per micro-batch.
         cache: Vectors of earlier texts, if they are kept.
-        identity: Hash that distinguishes its vectors from those of other encoders; empty without a
-            cache.
+        identity: Hash that distinguishes its vectors from those of other encoders.
         forward: For a model in training: encodes texts that are cut to a number of tokens.
     """
 
@@ -109,7 +122,7 @@ class SkillEncoder:
     def encode_skills(self, skills: Sequence[Skill]) -> Vectors:
         """Return one unit vector per skill, of its first window."""
         settings = self.model.settings
-        texts = [settings.template.render_skill(skill) for skill in skills]
+        texts = [*map(settings.template.render_skill, skills)]
         return self._encode(texts, settings.max_tokens, "encoding skills")
 
     def encode_chunks(self, skills: Sequence[Skill]) -> ChunkVectors:
@@ -134,8 +147,11 @@ class SkillEncoder:
     def encode_queries(self, texts: Sequence[str]) -> Vectors:
         """Return one unit vector per raw query. The template's prompt and cap are applied here."""
         settings = self.model.settings
-        rendered = [settings.template.render_query(text) for text in texts]
-        return self._encode(rendered, settings.query_max_tokens, "encoding queries")
+        max_tokens = settings.query_max_tokens
+        rendered = [*map(settings.template.render_query, texts)]
+        # Rankers with one network share the vectors, even if they read other fields of skills.
+        key = (self.model.backbone, self.token_budget, max_tokens, *rendered)
+        return encode_once(key, lambda: self._encode(rendered, max_tokens, "encoding queries"))
 
     def _encode(self, texts: Sequence[str], max_tokens: int, description: str) -> Vectors:
         """Return the vector of each text. Each distinct text that the cache lacks is encoded.
@@ -235,45 +251,39 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
 
     Args:
         source: Settings of the encoder. A subclass may have further settings, such as a cache.
-        opened: Models that are already loaded, by their settings. A new model is added. Rankers
-            that get the same dict share their models.
+        opened: Networks that are already loaded, by source and settings. A new network is added.
+            Rankers that get the same dict share their networks.
     """
     if opened is None:
         opened = {}
-    # Rankers share a model if the settings of `OpenConfig` are equal. Settings that a subclass adds
-    # may differ.
-    model_settings = source.model_dump(include=set(OpenConfig.model_fields))
-    key = repr(model_settings)
-    model, identity = opened.get(key, (None, ""))
+    encoders = opened.setdefault(source.source, {})
+    # Settings of texts do not change the network. Settings that a subclass adds do not either.
+    key = repr(source.model_dump(include={*OpenConfig.model_fields} - _TEXT_SETTINGS))
+    if key not in encoders:
+        encoder = load_encoder(source, default_device()).requires_grad_(False)
+        pack_linear_layers(encoder.backbone, source.token_budget)
+        # The files may change later, so their fingerprint is kept with the network.
+        encoders[key] = (encoder, model_fingerprint(source.source))
+    encoder, fingerprint = encoders[key]
 
-    # A cache needs the identity: a hash of the weights as they are before they are packed. If the
-    # model was packed before its identity was computed, load it again.
+    # A shallow copy of a module has the same weights in memory.
+    model = copy(encoder)
+    model.settings = encoder_settings(source, encoder.backbone.config)
+    identity = _identity(model, fingerprint)
     folder = source.cache if isinstance(source, EncoderSource) else None
-    lacks_identity = folder is not None and not identity
-    if model is None or lacks_identity:
-        model = load_encoder(source, default_device()).requires_grad_(False)
-        identity = _identity(model) if folder else ""
-        pack_linear_layers(model.backbone, source.token_budget)
-        opened[key] = (model, identity)
     cache = VectorCache(folder.expanduser() / identity) if folder else None
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 
-def _identity(model: Encoder) -> str:
-    """Return a hash of the weights and of all settings that change the vector of a text.
+def _identity(model: Encoder, fingerprint: str) -> str:
+    """Return a hash of the model's files and of all settings that change the vector of a text.
 
     The hash is the name of the model's folder in a cache of vectors.
     """
     # How a skill is cut into chunks changes the texts, but not the vector of a text.
-    settings = model.settings.model_dump(mode="json", exclude={"chunks"})
-    digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode())
-    digest.update(model.tokenizer.__class__.__name__.encode())
-    tensors = model.backbone.state_dict() | model.projection.state_dict()
-    for name, tensor in tensors.items():
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        # NumPy has no bfloat16, so hash the bytes of the tensor.
-        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:24]
+    settings = model.settings.model_dump_json(exclude={"chunks"})
+    content = f"{settings} {model.backbone.dtype} {fingerprint}".encode()
+    return hashlib.sha256(content).hexdigest()[:24]
 
 
 def _tokenize_blocks(

@@ -17,6 +17,7 @@ from typing import Any
 from skilltrain.distributed import of_first_rank
 from skilltrain.records import Query, Ranker, Ranking, Rankings, Skill
 from skilltrain.retrieval.rankers import RankerConfig
+from skilltrain.retrieval.vectors import shared_encoding
 
 
 @dataclass
@@ -25,7 +26,8 @@ class OpenRankers:
 
     Attributes:
         skills: The pool.
-        opened: Rankers and models by `key`. The model in training is there as `OWN`.
+        opened: Rankers by `key`, and networks that they share by source. The model in training is
+            there as `OWN`.
     """
 
     skills: Sequence[Skill]
@@ -102,7 +104,8 @@ def run_ranker(
     """
     legs = [leg.ranker(pool.skills, pool.opened) for leg in config.legs]
     started = time.perf_counter()
-    by_leg = _rank_legs(config, legs, queries, candidates, excluded_ids)
+    with shared_encoding():  # legs with the same encoder encode the queries once
+        by_leg = _rank_legs(config, legs, queries, candidates, excluded_ids)
     # Combine the rankings of the legs, query by query.
     combined: Rankings = {}
     for query in queries:

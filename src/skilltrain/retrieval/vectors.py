@@ -3,8 +3,9 @@
 import hashlib
 import uuid
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +25,7 @@ Positions = Int64[np.ndarray, " some"]
 Vectors = Float32[np.ndarray, "text dim"]
 EncodedTexts = Iterator[tuple[Positions, Vectors]]
 """Positions of some texts and their vectors, then those of the next texts."""
+_shared_vectors: ContextVar[dict[Hashable, Vectors]] = ContextVar("vectors of queries by key")
 
 
 @dataclass(frozen=True)
@@ -196,6 +198,34 @@ def cached_vectors(
             cache.add(keys[rows], encoded)
         vectors[rows] = encoded
     return vectors[row_of_text]
+
+
+@contextmanager
+def shared_encoding() -> Iterator[None]:
+    """Let the rankers that run in this block share the vectors of queries.
+
+    They are forgotten at the end of the outermost block, so the next run encodes its queries again
+    and can be timed. Each thread has blocks of its own.
+    """
+    # A block inside another one uses the vectors of the outer block.
+    token = _shared_vectors.set(_shared_vectors.get({}))
+    try:
+        yield
+    finally:
+        _shared_vectors.reset(token)
+
+
+def encode_once(key: Hashable, encode: Callable[[], Vectors]) -> Vectors:
+    """Return the vectors of a key. In a block of `shared_encoding`, they are encoded once.
+
+    Args:
+        key: The texts and everything else that decides their vectors.
+        encode: Returns the vectors.
+    """
+    vectors_by_key = _shared_vectors.get({})  # without a block, a new dict that is thrown away
+    if key not in vectors_by_key:
+        vectors_by_key[key] = encode()
+    return vectors_by_key[key]
 
 
 def text_keys(texts: Iterable[str], max_tokens: int) -> np.ndarray:
