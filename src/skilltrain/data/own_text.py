@@ -205,16 +205,16 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
 
     Returns:
         0 to 10 points, 0 for a request about another topic than the skill. Two points each: a name,
-        the first sentence, no sign of doubt. One point each: up to two words of the skill's name,
-        words that the skill repeats, a text that says when to use the skill.
+        the start of the description, no sign of doubt. One point each: up to two words of the
+        skill's name, words that the skill repeats, a text that says when to use the skill.
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.
     stems = _stems(request.partition(" ")[2] or request[2:])
     if not _is_on_topic(passage, stems, skill):
         return 0
-    # The first sentence says what the skill is for.
-    is_in_first_sentence = passage.text in sentences_of(skill.description)[0]
+    # The start of the description says what the skill is for. Later clauses often add details.
+    is_first = skill.description.startswith(passage.text)
     # A name, such as "PDF" or "config.json"
     is_named = pattern("named_thing").search(request) is not None
     # "Start a chat when nobody answers" is a step of a skill more often than a request.
@@ -223,7 +223,7 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     counts = _count_stems(f"{skill.name} {skill.description} {skill.body[:_BODY_CHARS]}")
     is_central = all(counts[stem] >= _MIN_REPEATS for stem in stems)
     num_name_words = min(2, len(stems & _stems(skill.name)))
-    strong_signs = is_in_first_sentence + is_named + is_plain
+    strong_signs = is_first + is_named + is_plain
     return 2 * strong_signs + num_name_words + is_central + (kind == "use")
 
 
