@@ -33,14 +33,14 @@ from skilltrain.texts import num_words, one_line, words_of
 
 Kind = Literal["quote", "use", "description", "feature"]
 
-_MIN_CLARITY = 3  # of a request that is not a quotation of a user
+_MIN_CLARITY = 4  # of a request
 # Of a description or `when_to_use`. Patterns are slow for longer texts, so these make no query.
 _MAX_HEADER_CHARS = 5_000
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
+_MIN_REPEATS = 3  # of each stem of a request in the whole skill
 _MIN_SHARED_WORDS = 3  # of a request and the rest of the description or body
 _MIN_LONG_REQUEST_WORDS = 6  # a request this long is seldom vague
-_MIN_LONG_WORDS_WITH_NAME = 4  # the same for a request with a name, and for a Chinese request
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
 # A clause repeats a request or its passage if so many of their words agree (Jaccard index).
 _MIN_OVERLAP = 0.5
@@ -121,8 +121,7 @@ def _rank_passages(skill: Skill, seed: int) -> list[tuple[Passage, int]]:
     passages_by_kind: dict[Kind, list[tuple[Passage, int]]] = {kind: [] for kind in kinds}
     for kind, passage in [*_header_passages(skill), *_body_passages(skill)]:
         clarity = _clarity(passage, kind, skill)
-        # A quoted request of a user need not be specific.
-        if kind == "quote" or clarity >= _MIN_CLARITY:
+        if clarity >= _MIN_CLARITY:
             passages_by_kind[kind].append((passage, clarity))
     for passages in passages_by_kind.values():
         rng.shuffle(passages)
@@ -202,35 +201,30 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
 def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     """Rate how well the request of a passage can be understood alone.
 
-    "Merge results from multiple runs" has none of the signs of a clear request.
+    "Merge results from multiple runs" has few of the signs of a clear request.
 
     Returns:
-        Points: two for a name, two for the first sentence, one for each of five other signs. A
-        request about another topic than the skill has 0 points.
+        0 to 10 points, 0 for a request about another topic than the skill. Two points each: a name,
+        the start of the description, no sign of doubt. One point each: up to two words of the
+        skill's name, words that the skill repeats, a text that says when to use the skill.
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.
     stems = _stems(request.partition(" ")[2] or request[2:])
     if not _is_on_topic(passage, stems, skill):
         return 0
+    # The start of the description says what the skill is for. Later clauses often add details.
+    is_first = skill.description.startswith(passage.text)
     # A name, such as "PDF" or "config.json"
     is_named = pattern("named_thing").search(request) is not None
-    is_specific = is_named or num_words(request) > MIN_WORDS
-    # The first sentence says what the skill is for.
-    is_in_first_sentence = is_specific and passage.text in sentences_of(skill.description)[0]
-    # A Chinese request, or a request with a name, says as much in fewer words.
-    is_concise = is_named or not request.isascii()
-    min_words = _MIN_LONG_WORDS_WITH_NAME if is_concise else _MIN_LONG_REQUEST_WORDS
-    signs = [
-        kind == "use",
-        # One thing ("a file"), or a thing of the user ("my file")
-        pattern("single_thing").search(request) is not None,
-        not stems.isdisjoint(_stems(skill.name)),
-        len(stems & _stems(skill.description.replace(passage.text, ""))) >= _MIN_SHARED_WORDS,
-        num_words(request) >= min_words,
-    ]
-    # A name and the first sentence are stronger signs than the others.
-    return sum(signs) + 2 * is_named + 2 * is_in_first_sentence
+    # "Start a chat when nobody answers" is a step of a skill more often than a request.
+    is_plain = pattern("doubtful").search(request) is None
+    # The skill speaks of the same things again and again.
+    counts = _count_stems(f"{skill.name} {skill.description} {skill.body[:_BODY_CHARS]}")
+    is_central = all(counts[stem] >= _MIN_REPEATS for stem in stems)
+    num_name_words = min(2, len(stems & _stems(skill.name)))
+    strong_signs = is_first + is_named + is_plain
+    return 2 * strong_signs + num_name_words + is_central + (kind == "use")
 
 
 def _is_on_topic(passage: Passage, stems: set[str], skill: Skill) -> bool:
