@@ -18,7 +18,7 @@ BODY = """# Invoice Sorter
 This skill renames scanned invoices after their suppliers.
 
 ## When to use
-- User wants to sort **scanned invoices** by supplier and month
+- User wants to sort **scanned PDF invoices** by supplier and month
 - Questions such as "Which supplier overcharged us last quarter?" or "Is this a bill?"
 - Spreadsheets, monthly closings
 ## Features
@@ -261,7 +261,7 @@ def test_praise_is_cut_from_request(text: str, request_text: str):
 def test_clearest_level_becomes_queries():
     queries, remainder = own_queries(INVOICES, 1, 0)
 
-    assert queries == ["Sort scanned invoices by supplier and month"]
+    assert queries == ["Sort scanned PDF invoices by supplier and month"]
     assert "by supplier and month" in BODY
     assert "by supplier and month" not in remainder.body
     assert "secret_folder" in remainder.body
@@ -331,8 +331,7 @@ def test_description_keeps_saying_what_skill_does():
     [
         ("Merge sums of old runs", 0),  # nothing specific, and no word of the name
         ("Merge sums of old PDF runs into files", 1),  # a name
-        ("Merge an old ledger of one keeper into files", 1),  # two words of the skill's name
-        ("Merge an old ledger of sums into files", 0),  # only one
+        ("Merge an old ledger of one keeper into files", 0),  # only words of the skill's name
         ("Merge sums of old PDF runs when files are old", 0),  # a condition
         ("Repair DVD players of an old type", 0),  # another topic
     ],
@@ -346,15 +345,19 @@ def test_only_clear_features_become_queries(feature: str, num_queries: int):
     assert queries.count(feature) == num_queries
 
 
-@pytest.mark.parametrize(("num_lines", "num_queries"), [(0, 0), (3, 1)])
-def test_features_with_repeated_words_become_queries(num_lines: int, num_queries: int):
-    feature = "Merge old ledger sums of two banks"
-    body = f"## Features\n- {feature}\n## Rules\n" + "Old ledger sums of banks.\n" * num_lines
-    skill = Skill("s1", "ledger-keeper", "Results that companies publish.", body)
+@pytest.mark.parametrize(
+    ("use", "num_queries"),
+    [
+        ("Merge an old ledger of one keeper into files", 1),  # two words of the skill's name
+        ("Merge an old ledger of sums into files", 0),  # only one
+    ],
+)
+def test_uses_with_name_of_skill_become_queries(use: str, num_queries: int):
+    skill = Skill("s1", "ledger-keeper", "Results of banks.", f"## When to use\n- {use}\n")
 
     queries, _ = own_queries(skill, 1, 0)
 
-    assert queries == [feature] * num_queries
+    assert queries == [use] * num_queries
 
 
 def test_long_first_sentence_becomes_query():

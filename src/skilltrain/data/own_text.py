@@ -33,12 +33,11 @@ from skilltrain.texts import num_words, one_line, words_of
 
 Kind = Literal["quote", "use", "description", "feature"]
 
-_MIN_CLARITY = 4  # of a request
+_MIN_CLARITY = 5  # of a request
 # Of a description or `when_to_use`. Patterns are slow for longer texts, so these make no query.
 _MAX_HEADER_CHARS = 5_000
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
 _STEM_CHARS = 5  # at the start of a word
-_MIN_REPEATS = 3  # of each stem of a request in the whole skill
 _MIN_SHARED_WORDS = 3  # of a request and the rest of the description or body
 _MIN_LONG_REQUEST_WORDS = 6  # a request this long is seldom vague
 _MIN_PARAGRAPH_WORDS = 8  # of a first paragraph that takes the place of a description
@@ -204,9 +203,9 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     "Merge results from multiple runs" has few of the signs of a clear request.
 
     Returns:
-        0 to 10 points, 0 for a request about another topic than the skill. Two points each: a name,
-        the start of the description, no sign of doubt. One point each: up to two words of the
-        skill's name, words that the skill repeats, a text that says when to use the skill.
+        0 to 11 points, 0 for a request about another topic than the skill. Three points each: a
+        name, the start of the description. Two points: no sign of doubt. One point each: up to two
+        words of the skill's name, a text that says when to use the skill.
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.
@@ -219,12 +218,8 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     is_named = pattern("named_thing").search(request) is not None
     # "Start a chat when nobody answers" is a step of a skill more often than a request.
     is_plain = pattern("doubtful").search(request) is None
-    # The skill speaks of the same things again and again.
-    counts = _count_stems(f"{skill.name} {skill.description} {skill.body[:_BODY_CHARS]}")
-    is_central = all(counts[stem] >= _MIN_REPEATS for stem in stems)
     num_name_words = min(2, len(stems & _stems(skill.name)))
-    strong_signs = is_first + is_named + is_plain
-    return 2 * strong_signs + num_name_words + is_central + (kind == "use")
+    return 3 * (is_first + is_named) + 2 * is_plain + num_name_words + (kind == "use")
 
 
 def _is_on_topic(passage: Passage, stems: set[str], skill: Skill) -> bool:
