@@ -301,7 +301,7 @@ def test_long_copies_of_shortened_request_are_removed():
     description = f"Tidy folders of small shops. {text}."
     body = f"# Sizes\n{text} and chat.\n"
 
-    queries, remainder = own_queries(Skill("s1", "squeezer", description, body), 1, 0)
+    queries, remainder = own_queries(Skill("s1", "sizes-keeper", description, body), 1, 0)
 
     assert queries == ["Reduce PDF sizes of my bills"]
     assert "faster sharing" not in remainder.description + remainder.body
@@ -330,9 +330,10 @@ def test_description_keeps_saying_what_skill_does():
     ("feature", "num_queries"),
     [
         ("Merge sums of old runs", 0),  # nothing specific, and no word of the name
-        ("Merge sums of old PDF runs into files", 1),  # a name
+        ("Merge sums of old PDF runs into files", 0),  # only a name
         ("Merge an old ledger of one keeper into files", 0),  # only words of the skill's name
-        ("Merge sums of old PDF runs when files are old", 0),  # a condition
+        ("Merge a ledger of old PDF runs into files", 1),  # both
+        ("Merge a ledger of old PDF runs when files are old", 0),  # a condition
         ("Repair DVD players of an old type", 0),  # another topic
     ],
 )
@@ -345,19 +346,14 @@ def test_only_clear_features_become_queries(feature: str, num_queries: int):
     assert queries.count(feature) == num_queries
 
 
-@pytest.mark.parametrize(
-    ("use", "num_queries"),
-    [
-        ("Merge an old ledger of one keeper into files", 1),  # two words of the skill's name
-        ("Merge an old ledger of sums into files", 0),  # only one
-    ],
-)
-def test_uses_with_name_of_skill_become_queries(use: str, num_queries: int):
-    skill = Skill("s1", "ledger-keeper", "Results of banks.", f"## When to use\n- {use}\n")
+@pytest.mark.parametrize(("heading", "num_queries"), [("When to use", 1), ("Features", 0)])
+def test_use_needs_fewer_signs_than_feature(heading: str, num_queries: int):
+    body = f"## {heading}\n- Merge sums of old PDF runs into files\n"
+    skill = Skill("s1", "ledger-keeper", "Results of banks that publish sums.", body)
 
     queries, _ = own_queries(skill, 1, 0)
 
-    assert queries == [use] * num_queries
+    assert len(queries) == num_queries
 
 
 def test_long_first_sentence_becomes_query():
@@ -403,7 +399,7 @@ def test_repeats_of_passage_are_removed():
     description = "Tidy bookkeeping for small shops. Match PDF invoices with purchase orders."
     body = "# Sorter\n\nMatch all PDF invoices with purchase orders.\n\nWork through the list."
 
-    queries, remainder = own_queries(Skill("s1", "sorter", description, body), 1, 0)
+    queries, remainder = own_queries(Skill("s1", "invoice-sorter", description, body), 1, 0)
 
     assert queries[0] in {
         "Match PDF invoices with purchase orders",
@@ -461,7 +457,7 @@ def test_real_skills_give_queries():
             assert not names_skill(query, skill.name)
             assert query not in f"{remainder.description}\n{remainder.body}"
 
-    assert num_with_query >= 0.5 * len(skills)
+    assert num_with_query >= 0.45 * len(skills)
 
 
 @given(st.text(max_size=300), st.text(max_size=20))
@@ -493,7 +489,7 @@ def test_hostile_texts_are_read_once(text: str, place: str):
     texts = {"description": "Tidy bills of small shops.", "body": "# Sorter\n", "when_to_use": ""}
     texts[place] += f"\n## Features\n- Sort my PDF bills by month\n- {text}"
 
-    queries, remainder = own_queries(Skill("s", "name", **texts), 3, 0)
+    queries, remainder = own_queries(Skill("s", "bills-keeper", **texts), 3, 0)
 
     assert "Sort my PDF bills by month" in queries
     assert " " * 100 not in f"{remainder.description}{remainder.when_to_use}{remainder.body}"

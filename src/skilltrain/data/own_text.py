@@ -33,7 +33,7 @@ from skilltrain.texts import num_words, one_line, words_of
 
 Kind = Literal["quote", "use", "description", "feature"]
 
-_MIN_CLARITY = 5  # of a request
+_MIN_CLARITY = 6  # of a request
 # Of a description or `when_to_use`. Patterns are slow for longer texts, so these make no query.
 _MAX_HEADER_CHARS = 5_000
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
@@ -203,9 +203,9 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     "Merge results from multiple runs" has few of the signs of a clear request.
 
     Returns:
-        0 to 11 points, 0 for a request about another topic than the skill. Three points each: a
-        name, the start of the description. Two points: no sign of doubt. One point each: up to two
-        words of the skill's name, a text that says when to use the skill.
+        0 to 12 points, 0 for a request about another topic than the skill. Four points: the start of
+        the description. Three points: a name. Two points: no sign of doubt. One point each: up to
+        two words of the skill's name, a quotation or a text that says when to use the skill.
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.
@@ -219,7 +219,8 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     # "Start a chat when nobody answers" is a step of a skill more often than a request.
     is_plain = pattern("doubtful").search(request) is None
     num_name_words = min(2, len(stems & _stems(skill.name)))
-    return 3 * (is_first + is_named) + 2 * is_plain + num_name_words + (kind == "use")
+    says_use = kind in ("quote", "use")
+    return 4 * is_first + 3 * is_named + 2 * is_plain + num_name_words + says_use
 
 
 def _is_on_topic(passage: Passage, stems: set[str], skill: Skill) -> bool:
