@@ -396,10 +396,35 @@ def test_other_queries_are_refused_first(untrained, queries, skills, capsys, tra
         skilltrain.fit(skills, out, queries=[queries], train=train)
 
     assert str(caught.value) == (
-        f"{out}: holds a router that was made with other queries "
+        f"{out}: holds a router that was made with other settings: queries: stage differs "
         "(choose another --out, or delete the folder)"
     )
     assert "step" not in capsys.readouterr().err
+
+
+def test_dry_run_names_the_changed_setting(untrained, skills):
+    out, *_ = untrained
+
+    outcome = skilltrain_command("fit", skills, "seed=5", "--no-train", "--out", out, "--dry-run")
+
+    assert "made with other settings: queries: seed differs" in outcome.only_line
+
+
+def test_dry_run_needs_the_base_encoder(command):
+    outcome = skilltrain_command(*command, "base=nowhere", "--dry-run")
+
+    assert "nowhere: no such model" in outcome.only_line
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize("name", [".", "sub"])
+def test_output_inside_the_skills_is_refused_first(skills, name, options):
+    before = contents(skills)
+
+    outcome = skilltrain_command("fit", skills, "--out", skills / name, *options)
+
+    assert f"is inside {skills}, which the command reads" in outcome.only_line
+    assert contents(skills) == before
 
 
 def test_dry_run_needs_skills(tmp_path):
@@ -418,12 +443,29 @@ def test_queries_without_split_are_partly_held_out(skills, tmp_path):
     assert recipes["queries"]["dev_share"] == 0.2
 
 
-def test_query_files_are_checked_first(skills, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('{"query": ["no", "text"], "skill_ids": ["extra"]}\n', "invalid-setting"),
+        ('{"query": "water plants", "skill_id": "extra"}\n', "invalid-row"),
+        ('{"query": null, "skill_ids": ["extra"]}\n', "nothing-left"),
+        ('{"query": "water plants", "skill_ids": []}\n', "nothing-left"),
+        ("", "nothing-left"),
+    ],
+)
+def test_query_files_are_checked_first(skills, tmp_path, text, code):
     file = tmp_path / "mine.jsonl"
-    file.write_text('{"query": ["no", "text"], "skill_ids": ["extra"]}\n')
+    file.write_text(text)
 
-    with raises("invalid-setting"):
+    with raises(code):
         skilltrain.fit(skills, tmp_path / "router", queries=[file])
+
+    assert not (tmp_path / "router").exists()
+
+
+def test_empty_list_of_queries_is_refused(skills, tmp_path):
+    with raises("invalid-setting"):
+        skilltrain.fit(skills, tmp_path / "router", queries=[])
 
     assert not (tmp_path / "router").exists()
 

@@ -113,7 +113,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted; what was finished is kept"
     if isinstance(error, typer.TyperException):  # the command line itself is wrong
-        return f"{_usage_fault(error)} (see skilltrain --help)"
+        # typer knows the command, such as `skilltrain fit`, only for errors in its arguments.
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "skilltrain"
+        return f"{_usage_fault(error)} (see {command} --help)"
     if isinstance(error, SkilltrainError):
         return f"{error} [{error.code}]"
     if isinstance(error, MemoryError) or _NO_MEMORY.search(str(error)):
