@@ -188,7 +188,10 @@ FAULTS = [  # command, part of the error
         "more than one recipe: {runs}/pool/recipe.yaml {tmp}/good.yaml",
     ),
     ("pool out={tmp}/out", "skilltrain pool: missing key 'sources'"),
-    ("pool {runs}", "{runs}: is a folder, not a recipe (settings have the form key=value, such as:"),
+    (
+        "pool {runs}",
+        "{runs}: is a folder, not a recipe (settings have the form key=value, such as:",
+    ),
     ("pool sources={runs}/pool out={runs}/pool/below", "below: is inside {runs}/pool, which the"),
     ("index pool={runs}/pool 'rankers=[{kind: lexical}]' out={runs}/pool", "pool: is inside"),
     (
@@ -223,8 +226,8 @@ FAULTS = [  # command, part of the error
         "{tmp}/nowhere: no such folder (see the recipes that ship",
     ),
     ("recipes --schema", "No such option: --schema (removed: run skilltrain recipes schema STAGE)"),
-    ("recipes copy ../src/x", "../src/x: no recipe of this name ships; see their names: "),
-    ("recipes copy sr_emb_06b", "no recipe of this name ships, did you mean 'sr_emb_0.6b"),
+    ("recipes copy ../src/x", "../src/x: no such recipe ships; see: skilltrain recipes list"),
+    ("recipes copy sr_emb_06b", "no such recipe ships, did you mean 'sr_emb_0.6b"),
     ("train sr_emb_0.6b", "to copy a recipe that ships: skilltrain recipes copy NAME"),
     ("recipes schema trian", "skilltrain recipes: unknown stage 'trian'; allowed: pool, "),
     (

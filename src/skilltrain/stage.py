@@ -417,8 +417,7 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
         names = [
             path.relative_to(SHIPPED_RECIPES).as_posix() for path in SHIPPED_RECIPES.rglob("*.yaml")
         ]
-        problem = f"no recipe of this name ships{suggestion(name, names)}"
-        problem += "see their names: skilltrain recipes list"
+        problem = f"no such recipe ships{suggestion(name, names)}see: skilltrain recipes list"
         raise SkilltrainError("not-found", problem, where=name)
 
     # `load_recipe` drops the key `based_on`, so parse the text. A base has no base of its own, so

@@ -142,12 +142,11 @@ def read_settings(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str
     if files:
         where = files[0]
         if Path(where).is_dir():
-            example = f"skilltrain {command_of(stage)} {load_stage(stage).example}"
             raise SkilltrainError(
                 "unexpected-argument",
                 "is a folder, not a recipe",
                 where=where,
-                fix=f"settings have the form key=value, such as: {example}",
+                fix=f"settings have the form key=value, such as: {load_stage(stage).example}",
             )
         values = load_recipe(Path(where), overrides)
     else:

@@ -29,6 +29,7 @@ Notes:
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,7 +46,7 @@ from skilltrain.files import read_json, write_text
 from skilltrain.models.loading import resolve_model
 from skilltrain.runs import check_inputs, check_output, run_stage, run_state
 from skilltrain.serving.index import POINTER, Index, check_servers
-from skilltrain.stage import Stage, Summary, parse_recipe
+from skilltrain.stage import Summary, parse_recipe
 from skilltrain.tables import read_queries
 from skilltrain.terminal import say
 
@@ -62,6 +63,9 @@ _MAX_CUT_QUERIES = 150  # to calibrate with; their skills are encoded again, wit
 _DEV_SHARE = 0.2  # of given queries without a split
 _MAX_PASSAGES = 3  # of a skill to cut as queries; many skills have fewer
 _TERSE_SHARE = 0.5  # of the queries of a chat model, which are written in few words
+# Least number of queries of each split. Even if a trained router wins on all of five held-out
+# queries, p is 2 * 0.5**5 = .06, which is more than _MAX_P.
+_MIN_QUERIES = {"train": 1, "dev": 6}
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 """Number of hard negatives in a training list, by the way in which they are mined."""
@@ -260,10 +264,13 @@ def _run_with_data(runner: _StepRunner, step: str, no_data_code: str) -> Summary
 
 def _has_enough_queries(runner: _StepRunner) -> bool:
     """Return whether there are queries to train with, and held-out queries to compare with."""
-    splits = {query.split for query in read_queries(runner.folder / "queries")}
-    for split in ("train", "dev"):
-        if split not in splits:
-            say(f"no query is of split {split}, so no encoder is trained; the router works without")
+    counts = Counter(query.split for query in read_queries(runner.folder / "queries"))
+    for split, min_queries in _MIN_QUERIES.items():
+        if counts[split] < min_queries:
+            say(
+                f"{counts[split]} queries are of split {split}, and {min_queries} are needed, so "
+                "no encoder is trained; the router works without (give more with --queries)"
+            )
             return False
     return True
 
@@ -359,30 +366,16 @@ def _check_settings(config: FitConfig, recipes: dict[str, Recipe]) -> None:
         # which is an input of a calibration.
         is_run = config.train or step in ("pool", "queries")
         if is_run and stage.stage not in ("index", "calibrate"):
-            _check_step(config.out, step, stage)
+            try:
+                check_output(stage)
+            except SkilltrainError as error:
+                # With other faults, such as an unfinished run, the step is continued or run again.
+                if error.code in ("other-run", "overwrites-input"):
+                    problem = f"step {step}: {error.problem}"
+                    fix = "choose another --out"
+                    raise SkilltrainError(error.code, problem, where=config.out, fix=fix) from error
     # The weights are not needed to check that there is such a model.
     resolve_model(config.base, weights=False)
-
-
-def _check_step(folder: Path, step: str, stage: Stage) -> None:
-    """Raise SkilltrainError if an earlier `fit` has run a step with other settings or inputs.
-
-    Args:
-        folder: Folder of the router.
-        step: Name of the step.
-        stage: Stage of the step.
-    """
-    try:
-        check_output(stage)
-    except SkilltrainError as error:
-        if error.code == "overwrites-input":
-            raise
-        if error.code == "other-run":
-            # The problem ends with the difference, such as "the output …: seed differs".
-            _, _, difference = error.problem.partition(": ")
-            problem = f"holds a router that was made with other settings: {step}: {difference}"
-            fix = "choose another --out, or delete the folder"
-            raise SkilltrainError(error.code, problem, where=folder, fix=fix) from error
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
