@@ -201,6 +201,13 @@ def test_fit_takes_tables_in_memory(model_folders, tmp_path):
     assert json.loads(row) == {"query": "Join PDFs", "skill_ids": ["pdf-merge"]}
 
 
+def test_refused_fit_writes_nothing(tmp_path):
+    with raises("unknown-setting"):
+        skilltrain.fit([SKILL], tmp_path / "router", epoch=2)
+
+    assert not (tmp_path / "router").exists()
+
+
 def test_fit_takes_one_query_file(model_folders, tmp_path):
     queries = tmp_path / "queries.jsonl"
     queries.write_text('{"query": "Join PDFs", "skill_ids": ["pdf-merge"]}')

@@ -189,6 +189,12 @@ FAULTS = [  # command, part of the error
     ),
     ("pool out={tmp}/out", "skilltrain pool: missing key 'sources'"),
     (
+        "pool {runs}",
+        "{runs}: is a folder, not a recipe (settings have the form key=value, such as:",
+    ),
+    ("pool sources={runs}/pool out={runs}/pool/below", "below: is inside {runs}/pool, which the"),
+    ("index pool={runs}/pool 'rankers=[{kind: lexical}]' out={runs}/pool", "pool: is inside"),
+    (
         TRAIN + "training.seed=1180591620717411303424",
         "training.seed: must be less than 2147483648, found 11805916207174",
     ),
@@ -212,21 +218,26 @@ FAULTS = [  # command, part of the error
     # The command itself.
     ("rout words", "No such command 'rout'"),
     ("train", "Missing argument 'file'"),
-    ("export {runs}/encoder", "Missing option '--out'"),
+    ("export {runs}/encoder", "Missing option '--out' (see skilltrain export --help)"),
+    ("recipes copy", "Missing argument 'name' (see skilltrain recipes copy --help)"),
     ("export {runs}/encoder --checkpoint step-4711 --out {tmp}/out", "step-4711"),
     (
         "recipes list --dir {tmp}/nowhere",
         "{tmp}/nowhere: no such folder (see the recipes that ship",
     ),
     ("recipes --schema", "No such option: --schema (removed: run skilltrain recipes schema STAGE)"),
-    ("recipes copy ../src/x", "../src/x: no recipe of this name ships (see their names: "),
+    ("recipes copy ../src/x", "../src/x: no such recipe ships; see: skilltrain recipes list"),
+    ("recipes copy sr_emb_06b", "no such recipe ships, did you mean 'sr_emb_0.6b"),
+    ("train sr_emb_0.6b", "to copy a recipe that ships: skilltrain recipes copy NAME"),
     ("recipes schema trian", "skilltrain recipes: unknown stage 'trian'; allowed: pool, "),
     (
         TRAIN + "--resum",
         "--resum is no option of this command, or has no value (a setting is written "
         "resum=VALUE; see",
     ),
-    ("ablate grid.yaml more.yaml", "more.yaml: is no setting (settings have the form key=value)"),
+    ("ablate grid.yaml more.yaml", "more.yaml: is no setting (settings have the form key=value;"),
+    ("push {runs} --repo me/x --license mit --dry-run", "{runs}: holds no model to push"),
+    ("show {runs}", "{runs}: is a folder, not a .parquet file (its tables: none)"),
 ]
 
 

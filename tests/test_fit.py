@@ -16,11 +16,13 @@ import skilltrain
 from faults import raises
 from processes import start_apart
 from skilltrain.cli import main
+from skilltrain.records import Query
 from skilltrain.serving import calibrate
 from skilltrain.serving import fit as fit_module
 from skilltrain.serving.fit import IN_USE, FitConfig, RouterComparison, compare_routers
 from skilltrain.serving.index import Index
 from skilltrain.serving.router import Router
+from skilltrain.tables import write_queries
 from small_library import contents, forget_ranks, succeeds
 from small_library import skilltrain as skilltrain_command
 
@@ -42,8 +44,9 @@ def skills(library, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def queries(library, tmp_path_factory):
-    """Return the queries of the library, with split dev in place of test."""
+    """Return the queries of the library, six of them of split dev, and none of split test."""
     text = (library / "queries" / "all.jsonl").read_text()
+    text = text.replace('"split": "train"', '"split": "dev"', 2)
     file = tmp_path_factory.mktemp("queries") / "queries.jsonl"
     file.write_text(text.replace('"split": "test"', '"split": "dev"'))
     return file
@@ -336,6 +339,24 @@ def test_dry_run_writes_nothing(command, tmp_path):
     assert not (tmp_path / "router").exists()
 
 
+@pytest.mark.parametrize(("num_dev", "is_enough"), [(5, False), (6, True)])
+def test_comparison_needs_six_held_out_queries(tmp_path, capsys, num_dev, is_enough):
+    splits = ["train", *["dev"] * num_dev]
+    queries = [Query(str(i), "text", "single", "", split) for i, split in enumerate(splits)]
+    write_queries(queries, [], [], tmp_path / "queries")
+    runner = fit_module._StepRunner(FitConfig(skills=tmp_path, out=tmp_path))
+
+    assert fit_module._has_enough_queries(runner) == is_enough
+    assert ("5 queries are of split dev" in capsys.readouterr().err) != is_enough
+
+
+@pytest.fixture
+def one_query_is_enough(monkeypatch):
+    """Train with one held-out query, because the sample skills give few."""
+    monkeypatch.setattr(fit_module, "_MIN_QUERIES", {"train": 1, "dev": 1})
+
+
+@pytest.mark.usefixtures("one_query_is_enough")
 def test_fit_without_queries_makes_its_own(skills, tmp_path):
     folder = tmp_path / "skills"
     shutil.copytree(skills, folder)
@@ -381,7 +402,7 @@ def test_few_queries_get_an_untrained_router(
     summary = skilltrain.fit(skills, tmp_path / "router", queries=[file], base=base)
 
     assert not summary["trained"]
-    message = f"no query is of split {missing}, so no encoder is trained"
+    message = f"0 queries are of split {missing}, and "
     assert message in " ".join(capsys.readouterr().err.split())
     calibration = Index.open(tmp_path / "router").record.calibration
     assert calibration is not None
@@ -396,10 +417,35 @@ def test_other_queries_are_refused_first(untrained, queries, skills, capsys, tra
         skilltrain.fit(skills, out, queries=[queries], train=train)
 
     assert str(caught.value) == (
-        f"{out}: holds a router that was made with other queries "
-        "(choose another --out, or delete the folder)"
+        f"{out}: step queries: the output folder holds another run: stage differs "
+        "(choose another --out)"
     )
     assert "step" not in capsys.readouterr().err
+
+
+def test_dry_run_names_the_changed_setting(untrained, skills):
+    out, *_ = untrained
+
+    outcome = skilltrain_command("fit", skills, "seed=5", "--no-train", "--out", out, "--dry-run")
+
+    assert "step queries: the output folder holds another run: seed diff" in outcome.only_line
+
+
+def test_dry_run_needs_the_base_encoder(command):
+    outcome = skilltrain_command(*command, "base=nowhere", "--dry-run")
+
+    assert "nowhere: no such model" in outcome.only_line
+
+
+@pytest.mark.parametrize("options", [(), ("--dry-run",)])
+@pytest.mark.parametrize("name", [".", "sub"])
+def test_output_inside_the_skills_is_refused_first(skills, name, options):
+    before = contents(skills)
+
+    outcome = skilltrain_command("fit", skills, "--out", skills / name, *options)
+
+    assert f"is inside {skills}, which the command reads" in outcome.only_line
+    assert contents(skills) == before
 
 
 def test_dry_run_needs_skills(tmp_path):
@@ -418,12 +464,29 @@ def test_queries_without_split_are_partly_held_out(skills, tmp_path):
     assert recipes["queries"]["dev_share"] == 0.2
 
 
-def test_query_files_are_checked_first(skills, tmp_path):
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ('{"query": ["no", "text"], "skill_ids": ["extra"]}\n', "invalid-setting"),
+        ('{"query": "water plants", "skill_id": "extra"}\n', "invalid-row"),
+        ('{"query": null, "skill_ids": ["extra"]}\n', "nothing-left"),
+        ('{"query": "water plants", "skill_ids": []}\n', "nothing-left"),
+        ("", "nothing-left"),
+    ],
+)
+def test_query_files_are_checked_first(skills, tmp_path, text, code):
     file = tmp_path / "mine.jsonl"
-    file.write_text('{"query": ["no", "text"], "skill_ids": ["extra"]}\n')
+    file.write_text(text)
 
-    with raises("invalid-setting"):
+    with raises(code):
         skilltrain.fit(skills, tmp_path / "router", queries=[file])
+
+    assert not (tmp_path / "router").exists()
+
+
+def test_empty_list_of_queries_is_refused(skills, tmp_path):
+    with raises("invalid-setting"):
+        skilltrain.fit(skills, tmp_path / "router", queries=[])
 
     assert not (tmp_path / "router").exists()
 
@@ -435,6 +498,7 @@ def test_missing_query_file_is_refused_first(skills, tmp_path):
     assert not (tmp_path / "router").exists()
 
 
+@pytest.mark.usefixtures("one_query_is_enough")
 def test_fit_without_lists_keeps_untrained_router(skills, model_folders, tmp_path, capsys):
     """The requests from the few texts are so alike that the filter leaves no negatives."""
     out = tmp_path / "router"

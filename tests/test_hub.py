@@ -208,6 +208,18 @@ def test_card_of_router_states_licenses(hub, router):
     assert hub.log == []
 
 
+def test_card_of_router_counts_flagged_skills(hub, tmp_path):
+    skills = [
+        Skill("a", "bike", "Mend bikes", "See http://45.140.17.2/x"),
+        Skill("b", "b", "b", "b"),
+    ]
+    folder = write_router(tmp_path / "router", "lexical", skills)
+
+    card = push_router(folder, Published(ROUTER), PushOptions(dry_run=True))["card"]
+
+    assert "screening flags 1 of the skills" in card
+
+
 def test_cards_commands_run(hub, router, monkeypatch):
     card = push_router(router, Published(ROUTER), PushOptions())["card"]
     command, *_ = re.findall(r"^skilltrain (route .*)$", card, re.MULTILINE)

@@ -71,14 +71,18 @@ def test_good_skills_have_no_finding(skills):
 def test_fault_has_its_rule(skills, text, rules):
     write(skills, "bike", text)
 
-    assert [rule for _, rule, _ in findings_of(skills)] == rules
+    findings = [finding for finding in lint(skills) if finding.skill_id == "bike"]
+    assert [finding.rule for finding in findings] == rules
+    assert all(finding.fix for finding in findings)
 
 
 def test_unreadable_file_is_named(skills):
     (skills / "bike").mkdir()
     (skills / "bike" / "SKILL.md").write_bytes(b"\x00\x01\x02" * 50)
 
-    assert ("bike", "not_text", None) in findings_of(skills)
+    (finding,) = lint(skills)
+    assert (finding.skill_id, finding.rule) == ("bike", "not_text")
+    assert finding.fix == "correct the file, or remove it"
 
 
 def test_yaml_fault_has_its_line(skills):

@@ -89,12 +89,27 @@ def test_command_filters_skills(pool):
 
 
 @pytest.mark.parametrize(
+    ("setting", "reason"),
+    [
+        ("license=MITT", "no skill has license=MITT, did you mean 'MIT'? values of license: GPL"),
+        ("tags=paper", "no skill has tags=paper; values of tags: office, pdf"),
+        ("category=nope", "no skill has category=nope; values of category: none"),
+        ("min_stars=50", "no skill passes all of them"),
+    ],
+)
+def test_filters_without_a_skill_are_explained(pool, setting, reason):
+    outcome = succeeds("route", "merge pdf", "--pool", pool, setting)
+
+    assert outcome.out.startswith(f"The filters leave no skill: {reason}")
+
+
+@pytest.mark.parametrize(
     ("setting", "message"),
     [
         ("colour=red", "unknown key 'colour'"),
         ("updated_since=soon", "updated_since"),
         ("min_stars=many", "min_stars"),
-        ("pdf", "is no setting"),
+        ("pdf", "is no setting (settings have the form key=value; put a text with spaces in"),
     ],
 )
 def test_command_refuses_wrong_filter(pool, setting, message):

@@ -1043,6 +1043,15 @@ def test_stdio_says_how_to_connect(library):
     assert f"claude mcp add skilltrain -- skilltrain serve {router} --watch {skills}" in ended.err
 
 
+def test_closed_stdin_is_one_line(library, monkeypatch):
+    router, _ = library
+    monkeypatch.setattr("sys.stdin", None)
+
+    outcome = skilltrain("serve", router)
+
+    assert "serve: stdin is closed" in outcome.error_line
+
+
 @pytest.mark.parametrize(
     ("host", "hosts", "lines"),
     [

@@ -125,7 +125,7 @@ def test_command_of_another_package_runs(other_package: Path):
     assert done.stdout == "hello hello Ada\n"
     assert (fault.returncode, fault.stderr) == (
         2,
-        "error: Missing argument 'name' (see skilltrain --help)\n",
+        "error: Missing argument 'name' (see skilltrain greet --help)\n",
     )
 
 

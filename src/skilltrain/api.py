@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_jsonable_python
 
-from skilltrain.arguments import path_of, rows_of
+from skilltrain.arguments import path_of, rows_of, wrong_argument
 from skilltrain.config import apply_overrides, load_recipe, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_jsonl
@@ -148,15 +148,20 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
         176
     """
     out = path_of(out, "out")
+    # Check the settings before anything is written. The path of the skills follows below.
+    config = validate(FitConfig, {"skills": out, "out": out, **settings}, "fit")
     # `queries` is a list of files, a single file, or rows. Files are passed on as a list. Rows are
     # written to a file first.
     is_list = isinstance(queries, list | tuple)
+    # The default is an empty tuple. An empty list comes from a program that found no query.
+    if is_list and queries == []:
+        raise wrong_argument("queries", "files or rows", queries)
     is_list_of_files = is_list and all(isinstance(item, Path | str) for item in queries)
     if not is_list_of_files:
         queries = [_file_of(queries, "queries", out)]
-    skills = _file_of(skills, "skills", out)  # skills in memory are written to a file
-    values = {"skills": skills, "out": out, "queries": queries, **settings}
-    return run_fit(validate(FitConfig, values, "fit"))
+    skills = Path(_file_of(skills, "skills", out))  # skills in memory are written to a file
+    files = tuple(map(Path, queries))
+    return run_fit(config.model_copy(update={"skills": skills, "queries": files}))
 
 
 def _file_of(table: Any, name: str, out: Path) -> Path | str:

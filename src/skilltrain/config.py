@@ -235,7 +235,10 @@ def _read_recipe(path: Path) -> dict[str, Any]:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SkilltrainError(
-            "unreadable-file", f"cannot read the recipe: {reason_of(error)}", where=path
+            "unreadable-file",
+            f"cannot read the recipe: {reason_of(error)}",
+            where=path,
+            fix="to copy a recipe that ships: skilltrain recipes copy NAME",
         ) from error
     values = parse_yaml(text, path)
     if not isinstance(values, dict):
@@ -406,7 +409,7 @@ def _describe_unknown_key(path: Sequence[str], keys: Sequence[str], stage: objec
     for removed_name in (path[-1], section_and_name, f"{stage}.{key}"):
         if removed_name in REMOVED:
             return f"unknown key '{key}'{removed_advice(removed_name)}"
-    return f"unknown key '{key}'{_suggestion(path[-1], keys)}allowed here: {', '.join(keys)}"
+    return f"unknown key '{key}'{suggestion(path[-1], keys)}allowed here: {', '.join(keys)}"
 
 
 def _describe_value(fault: Any) -> str:
@@ -459,7 +462,7 @@ def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault
     # The advice begins with its separator: ` (removed: ...)`, `, did you mean ...? ` or `; `.
     advice = removed_advice(value)
     if not advice:
-        advice = f"{_suggestion(value, choices)}choose from {', '.join(choices)}"
+        advice = f"{suggestion(value, choices)}choose from {', '.join(choices)}"
     return f"{key}: unknown choice '{value}'{advice}"
 
 
@@ -548,7 +551,7 @@ def _imported_plugin(values: Mapping[str, Any]) -> type[BaseModel] | None:
     return None
 
 
-def _suggestion(word: str, choices: Sequence[str]) -> str:
+def suggestion(word: str, choices: Sequence[str]) -> str:
     """Return the middle of an error: `, did you mean 'CHOICE'? `, or `; ` if no choice is similar.
 
     The error names `word` before it, and the choices after it.

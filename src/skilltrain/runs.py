@@ -23,7 +23,7 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
@@ -87,8 +87,7 @@ def run_stage(stage: Stage, resume: bool | None = False) -> Summary:
     if not is_main_process():
         return _run_on_other_rank(stage, resume)
     check_inputs(stage)
-    paths = input_paths(stage)
-    _check_output_path(out, paths.values())
+    _check_output_path(stage)
     with _cleanup_at_sigterm():
         return _run_on_main_rank(stage, resume)
 
@@ -129,7 +128,8 @@ def _cleanup_at_sigterm() -> Iterator[None]:
 
 
 def check_output(stage: Stage) -> None:
-    """Raise SkilltrainError if the output folder of a stage holds something else."""
+    """Raise SkilltrainError if the output folder holds something else, or is inside an input."""
+    _check_output_path(stage)
     _finished_run(stage.out, comparable_identity(_identity(stage)), resume=False)
 
 
@@ -355,11 +355,18 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
         raise SkilltrainError("not-found", "no such file or folder", where=path, fix=fix)
 
 
-def _check_output_path(out: Path, inputs: Iterable[Path]) -> None:
-    """Raise SkilltrainError if the temporary folder of the output `out` contains an input."""
+def _check_output_path(stage: Stage) -> None:
+    """Raise SkilltrainError if the output is inside an input, or an input where a stage writes."""
+    out = stage.out
     # A stage writes into this folder, which is renamed to `out` at the end.
     staging = staging_path(out).resolve()
-    for path in inputs:
+    for key, path in input_paths(stage).items():
+        # The folder of a router holds the results of the steps of `fit`.
+        if key != "router" and out.resolve().is_relative_to(path.resolve()):
+            problem = f"is inside {path}, which the command reads and must not change"
+            raise SkilltrainError(
+                "overwrites-input", problem, where=out, fix="name another output folder"
+            )
         if path.resolve().is_relative_to(staging):
             raise SkilltrainError(
                 "overwrites-input",

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, get_args
 
-from skilltrain.config import Config, load_recipe, parse_yaml, removed_advice, validate
+from skilltrain.config import Config, load_recipe, parse_yaml, removed_advice, suggestion, validate
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import check_regular, write_text
 from skilltrain.plugins import BUILT_IN, load_plugin, plugin_paths
@@ -418,8 +418,11 @@ def copy_recipe(name: str, folder: Path) -> list[Path]:
     """
     file = (SHIPPED_RECIPES / f"{name.removesuffix('.yaml')}.yaml").resolve()
     if not (file.is_file() and file.is_relative_to(SHIPPED_RECIPES.resolve())):
-        fix = "see their names: skilltrain recipes list"
-        raise SkilltrainError("not-found", "no recipe of this name ships", where=name, fix=fix)
+        names = [
+            path.relative_to(SHIPPED_RECIPES).as_posix() for path in SHIPPED_RECIPES.rglob("*.yaml")
+        ]
+        problem = f"no such recipe ships{suggestion(name, names)}see: skilltrain recipes list"
+        raise SkilltrainError("not-found", problem, where=name)
 
     # `load_recipe` drops the key `based_on`, so parse the text. A base has no base of its own, so
     # one step is enough.

@@ -113,7 +113,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted; what was finished is kept"
     if isinstance(error, typer.TyperException):  # the command line itself is wrong
-        return f"{_usage_fault(error)} (see skilltrain --help)"
+        # typer knows the command, such as `skilltrain fit`, only for errors in its arguments.
+        context = getattr(error, "ctx", None)
+        command = context.command_path if context else "skilltrain"
+        return f"{_usage_fault(error)} (see {command} --help)"
     # A model that cannot be read for lack of memory is not damaged.
     if isinstance(error, SkilltrainError) and not _is_lack_of_memory(error.__cause__):
         return f"{error} [{error.code}]"

@@ -141,6 +141,13 @@ def read_settings(stage: str, arguments: Sequence[str] | None) -> tuple[dict[str
         )
     if files:
         where = files[0]
+        if Path(where).is_dir():
+            raise SkilltrainError(
+                "unexpected-argument",
+                "is a folder, not a recipe",
+                where=where,
+                fix=f"settings have the form key=value, such as: {load_stage(stage).example}",
+            )
         values = load_recipe(Path(where), overrides)
     else:
         where = f"skilltrain {command_of(stage)}"
@@ -160,7 +167,7 @@ def read_overrides(arguments: Sequence[str] | None) -> list[str]:
             "unexpected-argument",
             "is no setting",
             where=files[0],
-            fix="settings have the form key=value",
+            fix="settings have the form key=value; put a text with spaces in quotes",
         )
     return overrides
 

@@ -61,8 +61,8 @@ def lint(
     findings = quietly(find_faults, folder)
     lines: list[str] = []
     for finding in findings:
-        fix = f" ({finding.fix})" if finding.fix else ""
-        lines.append(f"{finding.skill_id or folder}: {finding.rule}: {finding.problem}{fix}")
+        subject = finding.skill_id or folder
+        lines.append(f"{subject}: {finding.rule}: {finding.problem} ({finding.fix})")
     lines.append(f"{len(findings)} findings")
     conclude({"findings": [asdict(finding) for finding in findings]}, lines, as_json)
     if findings:

@@ -219,7 +219,10 @@ def route(
         rows = to_jsonable_python(answer.skills)
         show({"task": task, "fits": answer.fits, "num_likely": answer.num_likely, "skills": rows})
         return
-    if not answer.fits:
+    reason = skill_filters.empty_reason(opened_router.skills.values())
+    if reason:
+        typer.echo(f"The filters leave no skill: {printable(reason)}")
+    elif not answer.fits:
         nearest = " The nearest:" if answer.skills else ""
         typer.echo(f"No skill fits, as far as the router can tell.{nearest}")
     for skill in answer.skills:

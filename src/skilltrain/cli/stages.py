@@ -254,8 +254,9 @@ def _read_parquet(file: Path) -> "pa.Table":
 
     if not file.is_file():
         tables = ", ".join(path.name for path in sorted(file.glob("*.parquet")))
-        fix = f"its tables: {tables}" if file.is_dir() else ""
-        raise SkilltrainError("not-found", "no such file", where=file, fix=fix)
+        fix = f"its tables: {tables or 'none'}" if file.is_dir() else ""
+        problem = "is a folder, not a .parquet file" if fix else "no such file"
+        raise SkilltrainError("not-found", problem, where=file, fix=fix)
     try:
         return pq.read_table(file)
     except (pa.ArrowException, OSError) as error:

@@ -203,9 +203,9 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     "Merge results from multiple runs" has few of the signs of a clear request.
 
     Returns:
-        0 to 12 points, 0 for a request about another topic than the skill. Four points: the start of
-        the description. Three points: a name. Two points: no sign of doubt. One point each: up to
-        two words of the skill's name, a quotation or a text that says when to use the skill.
+        0 to 12 points, 0 for a request about another topic than the skill. Four points: the start
+        of the description. Three points: a name. Two points: no sign of doubt. One point each: up
+        to two words of the skill's name, a quotation or a text that says when to use the skill.
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.

@@ -570,15 +570,20 @@ def _write_unserved(files: Iterable[Path], out: Path) -> int:
     return len(rows)
 
 
-def check_query_files(files: Iterable[Path]) -> None:
+def check_query_files(files: Sequence[Path]) -> None:
     """Check that files can be read, and that their rows have the form of queries.
 
     Raises:
-        SkilltrainError: A file cannot be read, or a row has another form.
+        SkilltrainError: A file cannot be read, a row has another form, or no row can be used.
     """
+    rows: list[QueryRow] = []
     for file in files:
-        for where, values in _read_rows(file):
-            validate(QueryRow, values, where)
+        rows += [_validate_row(values, where) for where, values in _read_rows(file)]
+    # Files of which some rows are unusable are accepted. The stage drops these rows with a reason.
+    usable = [row for row in rows if (row.text or "").strip() and row.skill_ids + row.required]
+    if files and not usable:
+        problem = "no row has both a query and a skill that it needs"
+        raise SkilltrainError("nothing-left", problem, where=files[0])
 
 
 def _table_rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:

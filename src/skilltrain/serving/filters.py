@@ -1,12 +1,12 @@
 """Filters of skills by their facts, for requests to a router (SkillFlow, section A.1)."""
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from datetime import date
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
 
-from skilltrain.config import Config
+from skilltrain.config import Config, suggestion
 from skilltrain.records import Skill
 
 
@@ -18,6 +18,7 @@ def _as_tuple(value: Any) -> Any:
 Values = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """A text, or a list of texts."""
 _ONE_OF = ("category", "lang", "source", "license", "author")
+_MAX_LISTED = 20  # values in a message
 
 
 class Filters(Config):
@@ -36,6 +37,24 @@ class Filters(Config):
     def excluded_ids(self, skills: Iterable[Skill]) -> set[str]:
         """Return the ids of the skills that do not pass."""
         return {skill.skill_id for skill in skills if not self.accepts(skill)}
+
+    def empty_reason(self, skills: Collection[Skill]) -> str:
+        """Return why no skill passes, or "" if some skill passes.
+
+        For example: "no skill has license=MTI, did you mean 'MIT'? values of license: MIT, ISC".
+        """
+        if any(map(self.accepts, skills)):
+            return ""
+        for name in (*_ONE_OF, "tags"):
+            allowed = getattr(self, name)
+            values: set[str] = set()
+            for skill in skills:
+                values.update(_as_tuple(getattr(skill, name) or ()))
+            if allowed and values.isdisjoint(allowed):
+                listed = ", ".join(sorted(values)[:_MAX_LISTED]) or "none"
+                advice = suggestion(allowed[0], [*values])
+                return f"no skill has {name}={allowed[0]}{advice}values of {name}: {listed}"
+        return "no skill passes all of them"
 
     def accepts(self, skill: Skill) -> bool:
         """Return whether a skill passes all filters.

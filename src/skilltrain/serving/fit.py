@@ -29,6 +29,7 @@ Notes:
 """
 
 import shutil
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,8 @@ from skilltrain.data.lists import JUDGED
 from skilltrain.data.queries import check_query_files
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import read_json, write_text
-from skilltrain.runs import check_output, run_stage, run_state
+from skilltrain.models.loading import resolve_model
+from skilltrain.runs import check_inputs, check_output, run_stage, run_state
 from skilltrain.serving.index import POINTER, Index, check_servers
 from skilltrain.stage import Summary, parse_recipe
 from skilltrain.tables import read_queries
@@ -61,6 +63,9 @@ _MAX_CUT_QUERIES = 150  # to calibrate with; their skills are encoded again, wit
 _DEV_SHARE = 0.2  # of given queries without a split
 _MAX_PASSAGES = 3  # of a skill to cut as queries; many skills have fewer
 _TERSE_SHARE = 0.5  # of the queries of a chat model, which are written in few words
+# Least number of queries of each split. Even if a trained router wins on all of five held-out
+# queries, p is 2 * 0.5**5 = .06, which is more than _MAX_P.
+_MIN_QUERIES = {"train": 1, "dev": 6}
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
 """Number of hard negatives in a training list, by the way in which they are mined."""
@@ -144,20 +149,10 @@ class _StepRunner:
 
     def __init__(self, config: FitConfig) -> None:
         self.folder = config.out
-        self._recipes = recipes_of(config)
+        self.recipes = recipes_of(config)
         self._folder = config.out / "recipes"
         for leftover in self._folder.glob(".*.partial"):  # of a run that was killed
             leftover.unlink(missing_ok=True)
-
-    def check_queries(self) -> None:
-        """Raise SkilltrainError if an earlier run made this router with other queries."""
-        try:
-            check_output(parse_recipe(self._recipes["queries"], "fit, step queries"))
-        except SkilltrainError as error:
-            if error.code == "other-run":
-                problem = "holds a router that was made with other queries"
-                fix = "choose another --out, or delete the folder"
-                raise SkilltrainError(error.code, problem, where=self.folder, fix=fix) from error
 
     def run(self, step: str) -> Summary:
         """Write the recipe of a step to a file, run the step, and return its summary.
@@ -167,9 +162,9 @@ class _StepRunner:
         Args:
             step: Name of the step, such as `pool` or `encoder`.
         """
-        recipe = self._recipes[step]
+        recipe = self.recipes[step]
         # The number in the file's name shows the order of the steps.
-        number = 1 + list(self._recipes).index(step)
+        number = 1 + list(self.recipes).index(step)
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
         write_text(self._folder / f"{number}_{step}.yaml", text)
         say(f"step {step}: {recipe['stage']}")
@@ -192,9 +187,8 @@ def run_fit(config: FitConfig) -> dict[str, Any]:
     Returns:
         Summary. The module's documentation lists its keys.
     """
-    check_query_files(config.queries)
     runner = _StepRunner(config)
-    runner.check_queries()
+    _check_settings(config, runner.recipes)
     num_skills = runner.run("pool")["num_skills"]
     summary: dict[str, Any] = {"out": str(config.out), "num_skills": num_skills, "trained": False}
 
@@ -270,10 +264,13 @@ def _run_with_data(runner: _StepRunner, step: str, no_data_code: str) -> Summary
 
 def _has_enough_queries(runner: _StepRunner) -> bool:
     """Return whether there are queries to train with, and held-out queries to compare with."""
-    splits = {query.split for query in read_queries(runner.folder / "queries")}
-    for split in ("train", "dev"):
-        if split not in splits:
-            say(f"no query is of split {split}, so no encoder is trained; the router works without")
+    counts = Counter(query.split for query in read_queries(runner.folder / "queries"))
+    for split, min_queries in _MIN_QUERIES.items():
+        if counts[split] < min_queries:
+            say(
+                f"{counts[split]} queries are of split {split}, and {min_queries} are needed, so "
+                "no encoder is trained; the router works without (give more with --queries)"
+            )
             return False
     return True
 
@@ -339,17 +336,46 @@ def dry_run_fit(config: FitConfig) -> dict[str, Any]:
     """List the steps with their recipes, and whether each is done.
 
     Raises:
-        SkilltrainError: The skills are not there, or a recipe is invalid.
+        SkilltrainError: `run_fit` would refuse these settings.
     """
-    check_query_files(config.queries)
-    if not config.skills.exists():
-        raise SkilltrainError("not-found", "no such file or folder", where=config.skills)
+    recipes = recipes_of(config)
+    _check_settings(config, recipes)
     steps: dict[str, Recipe] = {}
-    for step, recipe in recipes_of(config).items():
-        # Parsing checks each recipe before anything is run.
-        parse_recipe(recipe, f"fit, step {step}")
+    for step, recipe in recipes.items():
         steps[step] = {"state": run_state(config.out / step), **recipe}
     return {"steps": steps}
+
+
+def _check_settings(config: FitConfig, recipes: dict[str, Recipe]) -> None:
+    """Check the settings of all steps, before the first step is run.
+
+    Args:
+        config: Settings of `fit`.
+        recipes: Recipe of each step by the step's name.
+
+    Raises:
+        SkilltrainError: The skills, the queries or the base encoder are missing, a setting is
+            wrong, or `out` holds another router.
+    """
+    check_query_files(config.queries)
+    for step, recipe in recipes.items():
+        stage = parse_recipe(recipe, f"fit, step {step}")
+        if step == "pool":
+            check_inputs(stage)
+        # Without training, `fit` ends before the other steps. Steps change the router's folder,
+        # which is an input of a calibration.
+        is_run = config.train or step in ("pool", "queries")
+        if is_run and stage.stage not in ("index", "calibrate"):
+            try:
+                check_output(stage)
+            except SkilltrainError as error:
+                # With other faults, such as an unfinished run, the step is continued or run again.
+                if error.code in ("other-run", "overwrites-input"):
+                    problem = f"step {step}: {error.problem}"
+                    fix = "choose another --out"
+                    raise SkilltrainError(error.code, problem, where=config.out, fix=fix) from error
+    # The weights are not needed to check that there is such a model.
+    resolve_model(config.base, weights=False)
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from skilltrain.arguments import path_of
 from skilltrain.data.pool.read import HF_PREFIX
+from skilltrain.data.screening import screen_pool
 from skilltrain.errors import SkilltrainError
 from skilltrain.export.card import Published, write_card
 from skilltrain.export.push import PushOptions, RepositoryKind, push_files
@@ -24,6 +25,7 @@ from skilltrain.serving.index import (
     from_stored_path,
 )
 from skilltrain.terminal import say
+from skilltrain.workers import WorkersConfig
 
 _ROUTER = RepositoryKind("router", "model", POINTER)
 _CARD = Path(__file__).with_name("router_card.md.j2")
@@ -70,6 +72,7 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
             published=published,
             record=index.record,
             licenses=Counter(skill.license for skill in index.skills.values()),
+            num_flagged=len(screen_pool([*index.skills.values()], WorkersConfig())),
         )
         return push_files(paths, published, options, _ROUTER)
 

@@ -46,14 +46,14 @@ class Finding:
         skill_id: Id of the skill. Empty: a file or folder that could not be read.
         rule: Name of the rule that found it.
         problem: What is wrong.
-        fix: What the author can do. Empty: the problem says it.
+        fix: What the author can do.
         other_id: Id of the skill that this one repeats or collides with.
     """
 
     skill_id: str
     rule: str
     problem: str
-    fix: str = ""
+    fix: str
     other_id: str | None = None
 
 
@@ -86,7 +86,7 @@ def _left_out(row: Dropped) -> Finding:
     Args:
         row: Code and reason of the pool. It may name another skill that this one repeats.
     """
-    fix = "remove one of them" if row.other_id else ""
+    fix = "remove one of them" if row.other_id else "correct the file, or remove it"
     return Finding(row.skill_id, row.filter, row.reason, fix, row.other_id)
 
 
@@ -98,7 +98,8 @@ def _check_texts(skills: Sequence[Skill]) -> Iterator[Finding]:
         text = decode_text(file.read_bytes()) if file else None
         fault = header_fault(text) if text else None
         if fault:
-            yield Finding(skill.skill_id, "front_matter", fault)
+            fix = "begin with a line ---, then name: and description:, then a line ---"
+            yield Finding(skill.skill_id, "front_matter", fault, fix)
         elif text and not _has_description(text):
             problem = "there is no description"
             fix = "say what the skill does and when to use it"
@@ -194,4 +195,4 @@ def _check_flags(skills: Sequence[Skill]) -> Iterator[Finding]:
             # A rule may have found several places. The first one is reported.
             flag = next(flag for flag in flags if flag.rule == rule)
             problem = f"flagged by the screening in its {flag.field}: {flag.reason}"
-            yield Finding(skill_id, rule, problem)
+            yield Finding(skill_id, rule, problem, "remove or rewrite this text")

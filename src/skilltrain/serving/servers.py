@@ -21,6 +21,7 @@ import logging
 import math
 import signal
 import socket
+import sys
 from base64 import b64encode
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
@@ -522,7 +523,14 @@ def serve_stdio(service: Service, watched_folders: Sequence[Path]) -> None:
     Args:
         service: Router that answers the requests.
         watched_folders: Folders of skills to keep the router current with.
+
+    Raises:
+        SkilltrainError: The process has no stdin.
     """
+    # Python sets `stdin` to None if the process starts with a closed stdin.
+    if sys.stdin is None:
+        fix = "let an agent start the command, or use --mcp http"
+        raise SkilltrainError("cannot-listen", "stdin is closed", where="serve", fix=fix)
     server = new_mcp_server(service)
 
     async def serve() -> None:

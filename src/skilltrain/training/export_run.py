@@ -193,13 +193,14 @@ def _check_pushable(run: Path, record: Mapping[str, Any], has_options: bool) -> 
         fault = "this training has not finished"
         fix = "continue it with --resume, or export a checkpoint and push that"
         raise SkilltrainError("unfinished-run", fault, where=run, fix=fix)
-    if not record and has_options:
-        fault = "is an export, which is pushed unchanged"
-        fix = "give --form, --license, --base-model and --report to `skilltrain export`"
-        raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)
     # An export of only the adapter lacks some of these files.
     for name in (CHECKPOINT_FILE, "config.json", "README.md"):
         if not (run / name).is_file():
             fault = f"holds no model to push: no {name}"
-            fix = "give a finished training run, or an export of one (without --adapter)"
+            fix = "give the folder of a finished training run, of an export (without --adapter), "
+            fix += "of a router or of tables"
             raise SkilltrainError("not-a-model", fault, where=run, fix=fix)
+    if not record and has_options:
+        fault = "is an export, which is pushed unchanged"
+        fix = "give --form, --license, --base-model and --report to `skilltrain export`"
+        raise SkilltrainError("conflicting-settings", fault, where=run, fix=fix)

@@ -215,7 +215,8 @@ def _load(path: Path, split: str | None) -> Benchmark:
         SkilltrainError: There is no such folder, or no reader knows its form.
     """
     if not path.is_dir():
-        raise SkilltrainError("not-found", "no such folder; a benchmark is a folder", where=path)
+        fix = "a benchmark is a folder; `skilltrain queries` makes one from a file of queries"
+        raise SkilltrainError("not-found", "no such folder", where=path, fix=fix)
     readers = [load_plugin("benchmark", name) for name in plugin_paths("benchmark")]
     for reader in readers:
         # The marker is a file or folder that only benchmarks of this form have.
