@@ -23,6 +23,7 @@ P = ParamSpec("P")
 ResultT = TypeVar("ResultT")
 
 PANELS = ("Start here", "Data", "Train", "Evaluate", "Publish", "Use", "Papers", "Plug-ins")
+_TRAINING_STAGES = ("train_encoder", "train_reranker")  # of the command train
 PAPERS = {
     "r3": "R3: what a chat model rejects, as negatives.",
     "skillrouter": "SkillRouter: distractors for a harder pool.",
@@ -216,16 +217,20 @@ class TrainCommand(DashedCommand):
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the help and the settings of both stages."""
         super().format_help(ctx, formatter)
-        for name in ("train_encoder", "train_reranker"):
+        for name in _TRAINING_STAGES:
             fields = "\n".join(describe_fields(load_stage(name), "", None))
             typer.echo(f"Settings of {name} (key=value):\n{fields}\n")
 
 
 def _print_all(ctx: typer.Context, is_given: bool) -> None:
-    """Print all settings of the command's stage and exit, if the option --help-all is given."""
+    """Print all settings of the command's stages and exit, if the option --help-all is given."""
     if is_given:
-        fields = "\n".join(describe_fields(load_stage(str(ctx.command.name)), "", {}))
-        typer.echo(f"Settings (key=value; those of lists, marked [], in a recipe):\n{fields}")
+        command = str(ctx.command.name)
+        stages = _TRAINING_STAGES if command == "train" else (command,)
+        for stage in stages:
+            fields = "\n".join(describe_fields(load_stage(stage), "", {}))
+            heading = f"Settings of {stage} (key=value; those of lists, marked [], in a recipe)"
+            typer.echo(f"{heading}:\n{fields}")
         raise typer.Exit
 
 

@@ -115,10 +115,11 @@ def train(
         bool, typer.Option("--resume", help="continue the run in `out` from its newest checkpoint")
     ] = False,
     as_json: AsJson = False,
+    help_all: HelpAll = False,
 ) -> None:
     """Train an encoder or a reranker.
 
-    For settings in sections, run: skilltrain recipes schema train_encoder (or train_reranker)
+    For settings in sections, run: skilltrain train --help-all
 
     Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
     """
