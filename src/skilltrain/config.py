@@ -502,7 +502,7 @@ def _holds(values: Any, key: Any) -> bool:
     """Return whether a section has a key, or a list a position."""
     if isinstance(values, Mapping):
         return key in values
-    return isinstance(values, Sequence) and isinstance(key, int)
+    return isinstance(values, Sequence) and isinstance(key, int) and key < len(values)
 
 
 def _inner_sections(sections: list[type[BaseModel]], key: Any) -> list[type[BaseModel]]:
