@@ -150,6 +150,10 @@ FAULTS = [  # command, part of the error
         TRAIN + "loss.name=lambda_rank",
         "loss.name: unknown choice 'lambda_rank' (removed: use ranknet)",
     ),
+    (
+        TRAIN + "loss.name=acme.losses.Hinge",
+        "unknown choice 'acme.losses.Hinge' (an import path has a colon: package.module:Class)",
+    ),
     (TRAIN + "loss.name=margin", "loss.name: unknown choice 'margin' (removed: use ranknet)"),
     (
         TRAIN + "data.clusters={tmp}",
