@@ -458,10 +458,10 @@ def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault
     value = str(fault["ctx"]["tag"])
     # The advice begins with its separator: ` (removed: ...)`, `, did you mean ...? ` or `; `.
     advice = removed_advice(value)
-    if "." in value and value.replace(".", "_").isidentifier():
-        advice = " (an import path has a colon: package.module:Class)"
     if not advice:
         advice = f"{_suggestion(value, choices)}choose from {', '.join(choices)}"
+    if "." in value:
+        advice += " (an import path has a colon: package.module:Class)"
     return f"{key}: unknown choice '{value}'{advice}"
 
 
