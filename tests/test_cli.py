@@ -152,7 +152,7 @@ FAULTS = [  # command, part of the error
     ),
     (
         TRAIN + "loss.name=acme.losses.Hinge",
-        "unknown choice 'acme.losses.Hinge' (an import path has a colon: package.module:Class)",
+        "sum (an import path has a colon: package.module:Class)",
     ),
     (TRAIN + "loss.name=margin", "loss.name: unknown choice 'margin' (removed: use ranknet)"),
     (
@@ -458,6 +458,14 @@ def test_help_all_lists_settings_of_each_choice():
     assert "  llm with kind=openai:\n  llm.model: " in text
     assert "  llm.budget.max_dollars: " in text
     assert "  llm.temperature: null: the server's own (default 1.0)" in text
+
+
+def test_help_of_train_has_settings_of_both_stages():
+    text = succeeds("train", "--help").out
+
+    assert text.startswith("Example:\n  skilltrain train recipes/tiny/sr_emb_minilm.yaml ")
+    assert "Settings of train_encoder (" in text
+    assert "Settings of train_reranker (" in text
 
 
 def test_help_all_of_train_lists_sections():

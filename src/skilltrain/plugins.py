@@ -186,8 +186,8 @@ def import_path(path: str) -> Any:
         return getattr(importlib.import_module(module), attribute)
     # The module of another package may raise any error, and may also try to exit.
     except (Exception, SystemExit) as error:
-        problem = f"cannot import {path}: {type(error).__name__}: {error}"
-        raise SkilltrainError("unusable-plugin", problem + _place(error, module)) from error
+        cause = f"{type(error).__name__}: {error}{_place(error, module)}"
+        raise SkilltrainError("unusable-plugin", f"cannot import {path}: {cause}") from error
 
 
 def plugin_fault(error: BaseException) -> SkilltrainError | None:
@@ -207,16 +207,15 @@ def plugin_fault(error: BaseException) -> SkilltrainError | None:
     }
     if not places:
         return None
-    # Plug-ins of one package have the same place.
-    culprits = {label: place for label, place in places.items() if place}
-    place = "".join({*culprits.values()})
+    # The empty text, if no line is of a plug-in. Plug-ins of one package have the same place.
+    place = max(places.values())
     # A call with wrong arguments, or a wrong result, fails in our code.
     fix = "what it accepts or returns may be wrong; add --debug to see where it happened"
     return SkilltrainError(
         "unusable-plugin",
         f"{type(error).__name__}: {error}{place}",
-        where=", ".join(culprits or places),
-        fix="" if culprits else fix,
+        where=", ".join(label for label in places if places[label] == place),
+        fix="" if place else fix,
     )
 
 

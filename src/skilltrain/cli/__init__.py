@@ -143,8 +143,7 @@ def _message(error: BaseException) -> str:
     fault = plugin_fault(error)
     if fault:
         return _message(fault)
-    name = type(error).__name__
-    return f"{name}: {error} (unexpected: add --debug to see where it happened)"
+    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
 
 
 def _usage_fault(error: typer.TyperException) -> str:
