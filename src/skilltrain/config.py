@@ -463,6 +463,8 @@ def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault
     advice = removed_advice(value)
     if not advice:
         advice = f"{suggestion(value, choices)}choose from {', '.join(choices)}"
+    if "." in value:
+        advice += " (an import path has a colon: package.module:Class)"
     return f"{key}: unknown choice '{value}'{advice}"
 
 
@@ -510,7 +512,7 @@ def _holds(values: Any, key: Any) -> bool:
     """Return whether a section has a key, or a list a position."""
     if isinstance(values, Mapping):
         return key in values
-    return isinstance(values, Sequence) and isinstance(key, int)
+    return isinstance(values, Sequence) and isinstance(key, int) and key < len(values)
 
 
 def _chosen_sections(

@@ -8,11 +8,12 @@ the group `skilltrain.plugins`, with the names `KIND.NAME`. A recipe may also gi
 
 import importlib
 import inspect
+import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib.metadata import entry_points
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
@@ -114,8 +115,17 @@ BUILT_IN = {
 
 The module `skilltrain.stage` adds the kind `stage`.
 """
-LOADED: dict[str, str] = {}
-"""Modules of the loaded plug-ins of other packages, by plug-in name, for the record of a run."""
+
+
+class LoadedPlugin(NamedTuple):
+    """A plug-in of another package that this process has imported."""
+
+    kind: str
+    module: str
+
+
+LOADED: dict[str, LoadedPlugin] = {}
+"""Loaded plug-ins of other packages, by name, for the record of a run and for errors."""
 
 
 @cache
@@ -164,9 +174,8 @@ def load_plugin(kind: str, name: str) -> Any:
         )
     plugin = import_path(path)
     if name not in BUILT_IN[kind]:
-        # Remember the module, because the record of a run holds a fingerprint of its source.
         module, _, _ = path.partition(":")
-        LOADED[name] = module
+        LOADED[name] = LoadedPlugin(kind, module)
     return plugin
 
 
@@ -175,8 +184,53 @@ def import_path(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise SkilltrainError("unusable-plugin", f"cannot import {path}: {error}") from error
+    # The module of another package may raise any error, and may also try to exit.
+    except (Exception, SystemExit) as error:
+        cause = f"{type(error).__name__}: {error}{_place(error, module)}"
+        raise SkilltrainError("unusable-plugin", f"cannot import {path}: {cause}") from error
+
+
+def plugin_fault(error: BaseException) -> SkilltrainError | None:
+    """Explain an unexpected error by the plug-ins of other packages that this process uses.
+
+    Example: `loss acme.losses:Hinge: KeyError: 'x' (acme/losses.py, line 20)`
+
+    Args:
+        error: The error as Python raised it.
+
+    Returns:
+        The error that names the plug-in, or None if there is no plug-in of another package. If no
+        line of a plug-in raised the error, its fix says that the cause is not certain.
+    """
+    places = {
+        f"{plugin.kind} {name}": _place(error, plugin.module) for name, plugin in LOADED.items()
+    }
+    if not places:
+        return None
+    # The empty text, if no line is of a plug-in. Plug-ins of one package have the same place.
+    place = max(places.values())
+    # A call with wrong arguments, or a wrong result, fails in our code.
+    fix = "what it accepts or returns may be wrong; add --debug to see where it happened"
+    return SkilltrainError(
+        "unusable-plugin",
+        f"{type(error).__name__}: {error}{place}",
+        where=", ".join(label for label in places if places[label] == place),
+        fix="" if place else fix,
+    )
+
+
+def _place(error: BaseException, module: str) -> str:
+    """Return the last line of an error's traceback that is in the package of a module.
+
+    Returns:
+        File and line, such as ` (acme/losses.py, line 20)`. Empty: no line is in the package.
+    """
+    package = module.partition(".")[0]  # `acme` of `acme.losses`
+    place = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
+            place = f" ({frame.f_code.co_filename}, line {line})"
+    return place
 
 
 def chosen_plugin(kind: str, name: str) -> Any:

@@ -104,7 +104,7 @@ def plugin_fingerprints(config: BaseModel) -> dict[str, str]:
             name, _, _ = value.partition("@")  # without the cutoff of a measure
             # LOADED holds the modules of the plug-ins that other packages have added.
             if name in LOADED:
-                modules[name] = LOADED[name]
+                modules[name] = LOADED[name].module
         # The name of a plug-in's object is its class path, `module:Class`.
         value_class = type(value)
         class_path = f"{value_class.__module__}:{value_class.__qualname__}"

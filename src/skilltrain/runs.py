@@ -425,12 +425,13 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     if record["finished"]:
         return record["summary"]
     if not resume:
-        raise SkilltrainError(
-            "unfinished-run",
-            "holds an unfinished run",
-            where=out,
-            fix="add --resume, or delete the folder",
-        )
+        with locked(out):  # raises another error if a process still writes the run
+            raise SkilltrainError(
+                "unfinished-run",
+                "holds an unfinished run",
+                where=out,
+                fix="add --resume, or delete the folder",
+            )
     return None
 
 

@@ -184,7 +184,9 @@ class Stage(Config):
         # `{near}` in a command is the folder of this run and other runs.
         values["near"] = shlex.quote(str(self.out.parent))
         values["base"] = _BASE_ENCODER
-        values["quotas"] = _QUOTAS
+        # Only candidates of a reranker keep judged positives. Their lists have a fixed size.
+        is_reranker = settings.get("judged_positives") == "keep"
+        values["quotas"] = "list_size=20" if is_reranker else _QUOTAS
 
         # `1 queries` becomes `1 query`.
         result = _with_singulars(self.result.format_map(values))

@@ -23,6 +23,7 @@ from skilltrain.cli import (  # noqa: F401
 from skilltrain.cli.app import app
 from skilltrain.config import removed_advice
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
+from skilltrain.plugins import plugin_fault, plugin_paths
 from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
@@ -79,9 +80,15 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
         code = run([word for word in words if word != "--debug"]) or 0
         if code == _INTERRUPTED:  # typer returns it for Ctrl-C
             raise KeyboardInterrupt
-    except (KeyboardInterrupt, Exception) as raised:
+    except (KeyboardInterrupt, SystemExit, Exception) as raised:
         error = _original_error(raised)
-        is_expected = isinstance(error, KeyboardInterrupt | typer.TyperException | typer.Abort)
+        # Only a command may exit as if all had gone well. Another plug-in would hide its fault.
+        is_command = plugin_paths("command").keys() & words
+        if isinstance(error, SystemExit) and (error.code or is_command or not plugin_fault(error)):
+            raise
+        is_expected = isinstance(
+            error, KeyboardInterrupt | SystemExit | typer.TyperException | typer.Abort
+        )
         if "--debug" in words and not is_expected:
             raise
         code = _exit_code(error)
@@ -137,8 +144,10 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UnicodeEncodeError):
         # Python represents such bytes as surrogates. Arrow cannot encode them.
         return "a file or folder name is not valid UTF-8 (rename it)"
-    name = type(error).__name__
-    return f"{name}: {error} (unexpected: add --debug to see where it happened)"
+    fault = plugin_fault(error)
+    if fault:
+        return _message(fault)
+    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:

@@ -205,34 +205,33 @@ def split_arguments(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 class SettingsCommand(DashedCommand):
-    """Command that runs the stage of the same name. Its --help lists the settings of the stage."""
+    """Command that runs a stage. Its --help lists the settings of the stage."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Print the example of the stage, the help, and the settings of the stage."""
-        name = str(self.name)
-        stage = load_stage(name)
-        self.help = f"{self.help}\n\nExample: skilltrain {command_of(name)} {stage.example}"
+        stages = _stages_of(ctx)
+        example = f"skilltrain {command_of(stages[0])} {load_stage(stages[0]).example}"
+        self.help = f"{self.help}\n\nExample: {example}"
         super().format_help(ctx, formatter)
-        fields = "\n".join(describe_fields(stage, "", None))
-        typer.echo(f"Settings (key=value; --help-all shows those of sections too):\n{fields}")
+        for stage in stages:
+            fields = "\n".join(describe_fields(load_stage(stage), "", None))
+            note = "key=value; --help-all shows those of sections too"
+            typer.echo(f"Settings of {stage} ({note}):\n{fields}")
 
 
-class TrainCommand(DashedCommand):
-    """Command of both training stages. Its --help lists the settings of each."""
-
-    def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the help and the settings of both stages."""
-        super().format_help(ctx, formatter)
-        for name in ("train_encoder", "train_reranker"):
-            fields = "\n".join(describe_fields(load_stage(name), "", None))
-            typer.echo(f"Settings of {name} (key=value):\n{fields}\n")
+def _stages_of(ctx: typer.Context) -> tuple[str, ...]:
+    """Return the stages that a command may run. All but `train` have the name of their stage."""
+    command = str(ctx.command.name)
+    return ("train_encoder", "train_reranker") if command == "train" else (command,)
 
 
 def _print_all(ctx: typer.Context, is_given: bool) -> None:
-    """Print all settings of the command's stage and exit, if the option --help-all is given."""
+    """Print all settings of the command's stages and exit, if the option --help-all is given."""
     if is_given:
-        fields = "\n".join(describe_fields(load_stage(str(ctx.command.name)), "", {}))
-        typer.echo(f"Settings (key=value; those of lists, marked [], in a recipe):\n{fields}")
+        for stage in _stages_of(ctx):
+            fields = "\n".join(describe_fields(load_stage(stage), "", {}))
+            note = "key=value; those of lists, marked [], in a recipe"
+            typer.echo(f"Settings of {stage} ({note}):\n{fields}")
         raise typer.Exit
 
 

@@ -18,7 +18,6 @@ from skilltrain.cli.app import (
     HelpAll,
     Overrides,
     SettingsCommand,
-    TrainCommand,
     app,
     conclude,
     execute,
@@ -106,7 +105,7 @@ for _name in plugin_paths("command"):
     _add_command(_name)
 
 
-@app.command(cls=TrainCommand, rich_help_panel="Train")
+@app.command(cls=SettingsCommand, rich_help_panel="Train")
 def train(
     file: Annotated[Path, typer.Argument(help="recipe of stage train_encoder or train_reranker")],
     overrides: Overrides = None,
@@ -115,13 +114,9 @@ def train(
         bool, typer.Option("--resume", help="continue the run in `out` from its newest checkpoint")
     ] = False,
     as_json: AsJson = False,
+    help_all: HelpAll = False,
 ) -> None:
-    """Train an encoder or a reranker.
-
-    For settings in sections, run: skilltrain recipes schema train_encoder (or train_reranker)
-
-    Example: skilltrain train recipes/tiny/sr_emb_minilm.yaml training.seed=7 out=runs/emb7
-    """
+    """Train an encoder or a reranker."""
     # Settings in sections, such as training.seed, stand in the recipe or are overrides.
     execute(training_of(file, overrides), is_dry_run, resume, as_json)
 

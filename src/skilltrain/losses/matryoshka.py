@@ -8,7 +8,7 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from skilltrain.losses.infonce import InfoNCE
-from skilltrain.losses.scored_batch import Loss, Needs, RerankerLoss, ScoredBatch
+from skilltrain.losses.scored_batch import Loss, Needs, RerankerLoss, ScoredBatch, call_loss
 
 
 class Matryoshka(Loss):
@@ -38,5 +38,5 @@ class Matryoshka(Loss):
         return replace(self.loss.needs, vectors=True)
 
     def __call__(self, batch: ScoredBatch) -> Float[Tensor, ""]:
-        losses = [self.loss(batch.truncated(dim)) for dim in self.dims]
+        losses = [call_loss(self.loss, batch.truncated(dim)) for dim in self.dims]
         return sum(losses[1:], losses[0])

@@ -211,6 +211,30 @@ class Loss(Config):
         """Return the loss, summed over queries."""
 
 
+def call_loss(loss: Loss, batch: ScoredBatch) -> Float[Tensor, ""]:
+    """Return the loss of a batch, and check that a model can learn from the value.
+
+    Raises:
+        SkilltrainError: The value is no tensor of one number, or has no gradient.
+    """
+    value: Any = loss(batch)
+    if not isinstance(value, Tensor):
+        problem = f"returns {value!r:.50}, not a tensor"
+    elif value.ndim > 0:
+        problem = f"returns a tensor of shape {tuple(value.shape)}, not a number"
+    # Without pairs to compare, a loss may return the constant 0. Evaluations need no gradient.
+    elif value.requires_grad or not batch.scores.requires_grad or value == 0:
+        return value
+    else:
+        problem = "returns a value without a gradient, so that the model cannot learn"
+    raise SkilltrainError(
+        "unusable-plugin",
+        problem,
+        where=f"loss {type(loss).__module__}:{type(loss).__qualname__}",
+        fix="return the sum over queries, as a tensor computed from batch.scores",
+    )
+
+
 # Losses in recipes are found by name; `only` is the class attribute that must be true.
 EncoderLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name")]
 PartLoss = Annotated[SerializeAsAny[Loss], OneOf("loss", tag="name", only="can_be_part")]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from skilltrain.config import Config
 from skilltrain.losses.matryoshka import Matryoshka
-from skilltrain.losses.scored_batch import Loss, Needs, PartLoss, ScoredBatch
+from skilltrain.losses.scored_batch import Loss, Needs, PartLoss, ScoredBatch, call_loss
 
 
 class WeightedLoss(Config):
@@ -57,7 +57,7 @@ class WeightedSum(Loss):
         for name, part in self.parts.items():
             # `needs` says what a loss reads, such as teacher scores. A part that reads no teacher
             # scores also gets the candidates without a teacher score.
-            value = part.loss(batch.for_needs(part.loss.needs))
+            value = call_loss(part.loss, batch.for_needs(part.loss.needs))
             batch.record(name, value)
             total = total + part.weight * value
         return total

@@ -46,6 +46,8 @@ class FuseConfig(RankerConfig):
             raise ValueError(
                 f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights"
             )
+        if self.weights and not any(self.weights):
+            raise ValueError("all weights are 0")
         return self
 
     @property

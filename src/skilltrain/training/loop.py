@@ -379,6 +379,8 @@ class Training:
         mean_loss = self._backward(batches, num_queries)
         grad_norm = self._clip_gradients()
         _check_step(mean_loss, grad_norm, batches, self.config.stop_grad_norm)
+        if grad_norm == 0 and self.position.step == 0:
+            say("warning: the gradient of the first step is 0: the model learns nothing from it")
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -417,9 +419,6 @@ class Training:
         Args:
             batches: Batches of the step. Each one holds the lists of all ranks.
             num_queries: Number of queries in all batches.
-
-        Raises:
-            SkilltrainError: The loss is no single number.
         """
         accelerator = self.accelerator
         # The model returns the sum over this rank's queries, and the mean is over `num_queries`.
@@ -439,7 +438,6 @@ class Training:
             context = nullcontext() if exchanges_gradients else accelerator.no_sync(self.model)
             with context:
                 loss = self.model(batch) * loss_scale
-                _check_is_number(loss)
                 accelerator.backward(loss)
             scaled_sum += loss.detach().float()
             # Count batches, not steps: one step of a reranker can have many batches.
@@ -596,14 +594,6 @@ def _wait_for(device: torch.device) -> None:
     """Wait until the device has finished its queued work. GPU calls return earlier."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
-
-
-def _check_is_number(loss: Tensor) -> None:
-    """Check that a loss is a tensor of one number. A plugin may return something else."""
-    if loss.ndim > 0:
-        problem = f"returns a tensor of shape {tuple(loss.shape)}, not a number"
-        fix = "return the sum over queries"
-        raise SkilltrainError("unusable-plugin", problem, where="loss", fix=fix)
 
 
 def _check_step(

@@ -18,7 +18,14 @@ from skilltrain.distributed import (
     made_by_first_rank,
     rank_and_world,
 )
-from skilltrain.losses import LateInteraction, Loss, Needs, ScoredBatch, flatten_loss
+from skilltrain.losses import (
+    LateInteraction,
+    Loss,
+    Needs,
+    ScoredBatch,
+    call_loss,
+    flatten_loss,
+)
 from skilltrain.models.activations import checkpoint_layers
 from skilltrain.models.encoder import Encoder
 from skilltrain.models.micro_batches import (
@@ -137,7 +144,7 @@ class _Step(nn.Module, Generic[ModelT]):
             scored: Scores of the batch.
             weight: 0 for a rank without lists, whose loss and numbers do not count.
         """
-        loss = weight * self.loss(scored)
+        loss = weight * call_loss(self.loss, scored)
         for name, value in scored.scalars.items():
             self.scalars[name] = self.scalars.get(name, 0.0) + weight * value
         return loss

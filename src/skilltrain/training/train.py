@@ -398,6 +398,14 @@ def load_data(config: Train) -> TrainingSet:
         min_similarity = config.near_duplicates
     data = load_training_set(config.data, min_similarity)
     check_teacher_scores(data, config.loss)
+
+    num_negatives = config.training.num_negatives or 0
+    num_short = sum(each.is_positive.count(False) < num_negatives for each in data.lists)
+    if num_short:
+        say(
+            f"{num_short:,} of {len(data.lists):,} lists have fewer negatives than "
+            f"training.num_negatives={num_negatives}; they keep all of them"
+        )
     return data
 
 

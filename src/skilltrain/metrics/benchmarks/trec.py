@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from pydantic import AliasChoices, BeforeValidator, Field
 
 from skilltrain.errors import SkilltrainError, reason_of
@@ -41,8 +42,8 @@ def read_qrels(file: Path) -> Iterator[tuple[str, ScoredSkill]]:
 def read_run(file: Path) -> dict[str, list[str]]:
     """Read the rankings of a TREC run.
 
-    As in trec_eval, scores give the order, and ranks are not read. Equal scores keep the order of
-    the lines.
+    As in trec_eval, scores give the order, and ranks are not read. Skills with equal scores are in
+    descending order of their ids: `b` before `a`.
 
     Returns:
         Ranked skill ids by query id.
@@ -52,7 +53,9 @@ def read_run(file: Path) -> dict[str, list[str]]:
     """
     rankings: dict[str, list[str]] = {}
     rows = [row for _, row in _read_lines(file, _RUN)]
-    for row in sorted(rows, key=lambda row: -row.score):
+    # trec_eval holds scores in 32 bits, so that more of them are equal.
+    rows.sort(key=lambda row: (np.float32(row.score), row.skill_id), reverse=True)
+    for row in rows:
         rankings.setdefault(row.query_id, []).append(row.skill_id)
     return rankings
 
