@@ -614,5 +614,5 @@ def _trained_rankers(encoder: Recipe) -> list[Recipe]:
     late = {"kind": "late", "source": encoder["source"]}
     return [
         {"kind": "fuse", "of": [lexical, dense], "weights": [1.0, 0.5], "keep": 20},
-        {"kind": "fuse", "of": [lexical, dense, late], "weights": [1.0, 0.5, 0.5]},
+        {"kind": "fuse", "of": [lexical, dense, late], "weights": [1.0, 0.5, 1.0]},
     ]
