@@ -4,8 +4,8 @@ The rules of the stage `pool` look at words. A chat model can also understand wh
 who receives data, and whether a user would object. Its prompt is `screen` in prompts.yaml.
 
 Notes:
-- A skill without a usable answer is unread. It has a row in DROPPED and is never counted as
-  harmless.
+- A skill without a usable answer is called unread. It has a row in DROPPED, and is never counted
+  as harmless.
 - Files beside a SKILL.md are not in a pool, so a chat model does not see them.
 """
 
@@ -30,13 +30,13 @@ from skilltrain.records import Skill, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_skills, table_path, write_table
 
-DESCRIPTION_CHARS = 4000  # of a description that the model is shown; nearly all are shorter
-_OVERLAP_CHARS = 500  # that two pieces share, so that no sentence is torn in both
+DESCRIPTION_CHARS = 4000  # the rest of a longer description is not read; few are longer
+_OVERLAP_CHARS = 500  # shared by neighbouring pieces: a sentence cut in one is whole in the other
 _ANSWER_TOKENS = 90  # expected length of an answer
 
 
 class ReaderConfig(LLMConfig):
-    """Settings of a chat model that reads skills. It gives the likeliest answer by default."""
+    """Settings of a chat model that reads skills. By default, it gives its likeliest answer."""
 
     temperature: float | None = Field(default=0.0, ge=0, le=2, description="null: the server's own")
 
@@ -82,7 +82,7 @@ class Screen(Stage):
         write_table(skills, SKILLS, out)
         write_table(outcome.dropped, DROPPED, out)
         write_flags(add_findings(flags, findings), out)
-        # Copy where the skills are on this machine. Routers watch these folders.
+        # Copy the file that names the folders of the skills on this machine. Routers watch them.
         write_json(out / LOCAL_FILE, read_local(table_path(self.pool, SKILLS).parent))
 
         unread_ids = {row.skill_id for row in outcome.dropped}
@@ -97,8 +97,8 @@ class Screen(Stage):
         }
 
     def dry_run(self) -> Summary:
-        """Count the skills and estimate the cost. Asks no chat model."""
-        _rule_flags(self.pool)  # raises the error of `run` before anything is paid for
+        """Count the skills, and estimate the cost without asking the chat model."""
+        _rule_flags(self.pool)  # raises an error that `run` would raise too
         skills = read_skills(self.pool)
         cost = estimate_cost(_questions(self, skills))
         return {"num_skills": len(skills), "num_cut": _num_cut(skills), **cost}
@@ -107,8 +107,8 @@ class Screen(Stage):
 def _rule_flags(pool: Path) -> dict[str, list[Flag]]:
     """Return the flags of a pool by skill id.
 
-    The stage writes a FLAGS table. This table tells other stages that the rules have screened the
-    pool, so they must have done so.
+    Other stages take a FLAGS table as a sign that the rules have screened the pool. So the stage
+    `screen`, which writes this table, refuses a pool that the rules have not screened.
 
     Raises:
         SkilltrainError: The pool has no FLAGS table.
@@ -121,7 +121,7 @@ def _rule_flags(pool: Path) -> dict[str, list[Flag]]:
 
 
 def _num_cut(skills: Sequence[Skill]) -> int:
-    """Count the skills whose description is longer than what the model is shown."""
+    """Count the skills whose description is too long for the model to read its end."""
     return sum(len(skill.description) > DESCRIPTION_CHARS for skill in skills)
 
 
@@ -131,7 +131,7 @@ class Piece:
 
     Attributes:
         skill: The skill.
-        start: Where the part begins in the body.
+        start: Position in the body at which the part begins.
         number: Number of the part, from 1.
         total: Number of parts of the skill.
     """
@@ -156,7 +156,7 @@ def pieces_of(skill: Skill, piece_chars: int) -> Iterator[Piece]:
         piece_chars: Longest part of the body in a piece.
     """
     step = piece_chars - _OVERLAP_CHARS
-    # The last piece begins before the overlap, or else its text would be in the piece before.
+    # A piece that began in the last `_OVERLAP_CHARS` characters would have nothing new.
     starts = range(0, max(1, len(skill.body) - _OVERLAP_CHARS), step)
     for number, start in enumerate(starts, 1):
         yield Piece(skill, start, number, len(starts))
@@ -172,7 +172,7 @@ class Reading(BaseModel, frozen=True):
     def flag(self, skill: Skill) -> Flag:
         """Return the flag for a harmful skill.
 
-        A quote that is not in the skill is dropped. The span is then empty, at the start of the
+        If the skill does not contain the quote, the flag has an empty span at the start of the
         body.
 
         Args:
@@ -187,8 +187,8 @@ def _findings(answers: Sequence[tuple[Piece, Reading]]) -> dict[str, Flag]:
     """Return the findings of the model by skill id.
 
     Args:
-        answers: Each piece with the answer of the model. A long skill has several pieces, and its
-            first harmful piece makes its finding.
+        answers: Each piece with the answer of the model. A long skill has several pieces. Its
+            finding comes from the first piece that is harmful.
     """
     findings: dict[str, Flag] = {}
     for piece, reading in answers:

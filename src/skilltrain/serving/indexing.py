@@ -24,7 +24,7 @@ from pydantic import Field
 from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.data.screening import write_flags
-from skilltrain.data.screening.findings import find_again
+from skilltrain.data.screening.findings import inherited_findings
 from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
@@ -323,7 +323,7 @@ def write_index(
         content_keys = _content_keys(skills)
         counts = _count_changes(previous, skills, content_keys)
         record = _create_record(router, system, contents, calibration, previous)
-        findings = _read_findings(contents, previous)
+        findings = _findings_of(contents, previous)
         if previous and _is_unchanged(previous, record, content_keys, findings):
             return counts
 
@@ -387,16 +387,16 @@ def _is_unchanged(
     return old_record_without_files == record
 
 
-def _read_findings(contents: Contents, previous: Index | None) -> Mapping[str, Flag]:
+def _findings_of(contents: Contents, previous: Index | None) -> Mapping[str, Flag]:
     """Return the findings of a chat model about the skills of a router, by skill id.
 
     Args:
-        contents: Skills of the router. The findings are those of its pool.
-        previous: Previous generation. It gives the findings if the pool is gone.
+        contents: Skills of the router, and the path of the pool whose findings they inherit.
+        previous: Previous generation. If the pool is gone, its findings are kept.
     """
     if previous and not contents.pool.exists():
         return previous.findings
-    return find_again(contents.all_skills(), [contents.pool])
+    return inherited_findings(contents.all_skills(), [contents.pool])
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:
@@ -454,7 +454,8 @@ def _write_generation(
 
         np.save(staged / KEYS_FILE, content_keys)
         if findings:
-            # Rules screen again in every answer. A chat model does not, so its flags are stored.
+            # A router runs the rules for every answer. It asks no chat model, so its findings are
+            # stored.
             write_flags({skill_id: [flag] for skill_id, flag in findings.items()}, staged)
         table = table_from_rows(skills, SKILLS)
         feather.write_feather(table, staged / SKILLS_FILE, compression="uncompressed")

@@ -15,7 +15,7 @@ import numpy as np
 from skilltrain.arguments import wrong_argument
 from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.data.screening import Flag, screen
-from skilltrain.data.screening.findings import find_again
+from skilltrain.data.screening.findings import inherited_findings
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.retrieval.cascade import system_of
@@ -162,7 +162,7 @@ class _OpenPool:
 
         Args:
             skill: The skill.
-            skill_file: Its SKILL.md. None: no files beside it are screened.
+            skill_file: Its SKILL.md, whose folder is screened too; None if it is unknown.
         """
         finding = self.state.findings.get(skill.skill_id)
         rule_flags = _screen(skill, skill_file)
@@ -192,7 +192,7 @@ class Router:
         skills_by_id = {skill.skill_id: skill for skill in read_pool(skills)}
         # Skills may also be given as rows, which have no findings.
         pools = [skills] if isinstance(skills, Path | str) else []
-        findings = find_again(skills_by_id.values(), pools)
+        findings = inherited_findings(skills_by_id.values(), pools)
         state = RouterState(system_of(rankers), skills_by_id, findings)
         self._current = _open(state, models={})
 
@@ -247,7 +247,7 @@ class Router:
         return hashlib.sha256(pool.state.system.model_dump_json().encode()).hexdigest()[:12]
 
     def flags(self, skill: Skill) -> tuple[Flag, ...]:
-        """Return the flags of the safety screening for a skill: the first of each rule."""
+        """Return the flags of a skill: the first of each rule, and the finding of a chat model."""
         return self._current.flags(skill, find_skill_file(skill))
 
     def route(self, task: str, k: int = 5, filters: Filters | None = None) -> Answer:

@@ -14,7 +14,7 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from skilltrain.config import Config, InputPath, parse_yaml, validate
 from skilltrain.data.pool.read import CUT, HF_PREFIX, find_skill_file, merge_sources, read_sources
 from skilltrain.data.screening import screen_pool, write_flags
-from skilltrain.data.screening.findings import add_findings, find_again
+from skilltrain.data.screening.findings import add_findings, inherited_findings
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, write_json
 from skilltrain.records import Dropped, Skill, counted
@@ -135,8 +135,8 @@ class Pool(Stage):
         files = {skill.skill_id: find_skill_file(skill) for skill in skills}
         folders = {skill_id: file.parent for skill_id, file in files.items() if file}
         flags = screen_pool(skills, self.workers, folders)
-        # A source may be a pool that a chat model has read.
-        flags = add_findings(flags, find_again(skills, self.sources))
+        # A source may be a pool that a chat model has read. Its findings still apply.
+        flags = add_findings(flags, inherited_findings(skills, self.sources))
 
         # Write the tables, and the number of skills of each source.
         write_table(skills, SKILLS, out)

@@ -1,7 +1,8 @@
-"""Findings of a chat model, which stay with the texts of a skill.
+"""Findings of a chat model about skills.
 
-The stage `screen` adds them to the FLAGS table of a pool. Unlike the findings of rules, they cannot
-be computed again in a moment. So pools and routers that are made of this pool take them over.
+The stage `screen` adds them to the FLAGS table of a pool. Rules can screen a skill again at any
+time, but a chat model costs time and money. So pools and routers that are made from this pool
+inherit its findings, for all skills whose texts have not changed.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,13 +19,13 @@ from skilltrain.tables import read_skills
 
 CHAT_MODEL: Final = "chat_model"
 """Rule of a flag that a chat model has raised."""
-_REASON_CHARS = 400
+_REASON_CHARS = 400  # the rest of a longer reason is cut
 
 
 def safe_reason(reason: str) -> str:
     """Return a reason on one line, without characters that could harm a terminal or a prompt.
 
-    A chat model wrote it after reading the text of a stranger.
+    The reason cannot be trusted: a chat model wrote it after it had read the text of a stranger.
     """
     return untrusted_line(reason, _REASON_CHARS)
 
@@ -34,36 +35,37 @@ def read_findings(folder: Path) -> dict[str, Flag]:
     findings = {}
     for skill_id, flags in (read_flags(folder) or {}).items():
         for flag in flags:
-            # The folder may come from a stranger. So unknown fields do not count, and the reason
-            # is made safe again.
+            # The folder may come from a stranger. So flags of unknown fields are ignored, and the
+            # reason is made safe again.
             if flag.rule == CHAT_MODEL and flag.field in FIELDS:
                 findings[skill_id] = replace(flag, reason=safe_reason(flag.reason))
     return findings
 
 
-def find_again(skills: Iterable[Skill], pools: Iterable[Path | str]) -> dict[str, Flag]:
-    """Return the findings that pools hold about skills with the same texts.
+def inherited_findings(skills: Iterable[Skill], pools: Iterable[Path | str]) -> dict[str, Flag]:
+    """Return the findings that pools hold about skills with the same texts as these skills.
 
-    A copy of a skill has the finding too, whatever its id. A skill with a changed text has none.
+    A copy of a skill inherits its finding, even under another id. A skill with a changed text
+    inherits none.
 
     Args:
         skills: The skills.
-        pools: Sources of skills. Those that are no pool have no findings.
+        pools: Sources of skills. Sources that are no pool have no findings.
 
     Returns:
-        Findings by the ids that the skills have in `skills`.
+        Findings by the ids of `skills`. A pool may use other ids.
     """
     # The digest of a skill depends only on its name, description and body.
     finding_by_digest: dict[bytes, Flag] = {}
     for pool in filter(is_table, pools):
         findings = read_findings(Path(pool))
         if not findings:
-            continue  # the skills of most pools need not be read
+            continue  # most pools have no findings, so their skills need not be read
         for skill in read_skills(Path(pool)):
             if skill.skill_id in findings:
                 finding_by_digest[content_digest(skill)] = findings[skill.skill_id]
     if not finding_by_digest:
-        return {}  # saves the digests of all skills
+        return {}  # without computing the digests of all skills
 
     finding_by_id: dict[str, Flag] = {}
     for skill in skills:
@@ -76,7 +78,7 @@ def find_again(skills: Iterable[Skill], pools: Iterable[Path | str]) -> dict[str
 def add_findings(
     flags: Mapping[str, list[Flag]], findings: Mapping[str, Flag]
 ) -> dict[str, list[Flag]]:
-    """Return flags by skill id with the findings of a chat model.
+    """Return flags and the findings of a chat model together, by skill id.
 
     A skill has one finding at most. A new finding replaces that of an earlier model.
 

@@ -17,7 +17,7 @@ from skilltrain.data.screening.bundled import (
     BundledFile,
     read_bundled_files,
 )
-from skilltrain.data.screening.findings import find_again
+from skilltrain.data.screening.findings import inherited_findings
 from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import staged_folder, write_json
@@ -62,8 +62,9 @@ def provision(
                 problem = f"skill '{skill_id}' is not in the pool"
                 raise SkilltrainError("unknown-skill", problem, where=f"query {query_id}")
 
-    # Findings of a chat model by skill id, unless flagged skills are used.
-    findings = find_again(skills.values(), [pool] if flagged == "leave_out" else [])
+    # Findings of a chat model count only if flagged skills are left out.
+    pools = [pool] if flagged == "leave_out" else []
+    findings = inherited_findings(skills.values(), pools)
     # Screen each skill once. A flagged skill has None instead of files, and is left out.
     files: dict[str, list[BundledFile] | None] = {}
     for skill_id in dict.fromkeys(chain.from_iterable(chosen.values())):
@@ -101,7 +102,7 @@ def _bundled_files(
         skill: The skill.
         flagged: What happens to a skill that the safety screening flags. `leave_out` leaves the
             skill out. `use` takes every skill, without a screening.
-        finding: Finding of a chat model about the skill, if any.
+        finding: Finding of a chat model about the skill; None without one, and for `use`.
 
     Returns:
         The files; None for a flagged skill that is left out.
@@ -114,9 +115,9 @@ def _bundled_files(
         flags.append(finding)
     if flags:
         flag = flags[0]  # the message shows only the first finding
-        finding = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"
+        description = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"
         say(
-            f"left out: {name}, which the safety screening flags ({finding}); "
+            f"left out: {name}, which the safety screening flags ({description}); "
             "`--flagged use` writes it"
         )
         return None
