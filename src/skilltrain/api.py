@@ -133,8 +133,8 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
             are written to `out/skills.jsonl`.
         out: Folder to write.
         queries: File of queries, or a list of files; or a DataFrame, a `datasets.Dataset` or a list
-            of dicts with `query` and `skill_ids`, which is written to `out/queries.jsonl`. Without
-            queries, they are made from the skills.
+            of dicts with `query` and `skill_ids`, which is written to `out/queries.jsonl`. By
+            default, queries are made from the skills. An empty list is refused.
         settings: Further settings of `FitConfig`.
 
     Returns:
@@ -148,12 +148,12 @@ def fit(skills: Any, out: Path | str, queries: Any = (), **settings: Any) -> dic
         176
     """
     out = path_of(out, "out")
-    # Check the settings before anything is written. The path of the skills follows below.
+    # Check the settings before anything is written. `out` stands in for the path of the skills.
     config = validate(FitConfig, {"skills": out, "out": out, **settings}, "fit")
     # `queries` is a list of files, a single file, or rows. Files are passed on as a list. Rows are
     # written to a file first.
     is_list = isinstance(queries, list | tuple)
-    # The default is an empty tuple. An empty list comes from a program that found no query.
+    # An empty list comes from a program that found no query. The default is an empty tuple.
     if is_list and queries == []:
         raise wrong_argument("queries", "files or rows", queries)
     is_list_of_files = is_list and all(isinstance(item, Path | str) for item in queries)

@@ -128,7 +128,7 @@ def _cleanup_at_sigterm() -> Iterator[None]:
 
 
 def check_output(stage: Stage) -> None:
-    """Raise SkilltrainError if the output folder holds something else, or is inside an input."""
+    """Raise SkilltrainError if the output folder holds something else or overlaps an input."""
     _check_output_path(stage)
     _finished_run(stage.out, comparable_identity(_identity(stage)), resume=False)
 
@@ -356,12 +356,16 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
 
 
 def _check_output_path(stage: Stage) -> None:
-    """Raise SkilltrainError if the output is inside an input, or an input where a stage writes."""
+    """Check that the output folder of a stage and its inputs do not overlap.
+
+    Raises:
+        SkilltrainError: The output is inside an input, or an input is inside the temporary folder.
+    """
     out = stage.out
-    # A stage writes into this folder, which is renamed to `out` at the end.
+    # A stage writes into this temporary folder, which is renamed to `out` at the end.
     staging = staging_path(out).resolve()
     for key, path in input_paths(stage).items():
-        # The folder of a router holds the results of the steps of `fit`.
+        # Only a router may contain an output: `fit` writes the results of its steps there.
         if key != "router" and out.resolve().is_relative_to(path.resolve()):
             problem = f"is inside {path}, which the command reads and must not change"
             raise SkilltrainError(
@@ -425,7 +429,7 @@ def _finished_run(out: Path, identity: dict[str, Any], resume: bool) -> dict[str
     if record["finished"]:
         return record["summary"]
     if not resume:
-        with locked(out):  # raises another error if a process still writes the run
+        with locked(out):  # raises an error of its own if a process still writes the run
             raise SkilltrainError(
                 "unfinished-run",
                 "holds an unfinished run",

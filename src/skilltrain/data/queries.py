@@ -574,12 +574,13 @@ def check_query_files(files: Sequence[Path]) -> None:
     """Check that files can be read, and that their rows have the form of queries.
 
     Raises:
-        SkilltrainError: A file cannot be read, a row has another form, or no row can be used.
+        SkilltrainError: A file cannot be read, a row has another form, or none of the rows of all
+            files can be used.
     """
     rows: list[QueryRow] = []
     for file in files:
         rows += [_validate_row(values, where) for where, values in _read_rows(file)]
-    # Files of which some rows are unusable are accepted. The stage drops these rows with a reason.
+    # Some rows may be unusable. The stage `queries` drops them with a reason.
     usable = [row for row in rows if (row.text or "").strip() and row.skill_ids + row.required]
     if files and not usable:
         problem = "no row has both a query and a skill that it needs"

@@ -46,7 +46,7 @@ from skilltrain.files import read_json, write_text
 from skilltrain.models.loading import resolve_model
 from skilltrain.runs import check_inputs, check_output, run_stage, run_state
 from skilltrain.serving.index import POINTER, Index, check_servers
-from skilltrain.stage import Summary, parse_recipe
+from skilltrain.stage import Stage, Summary, parse_recipe
 from skilltrain.tables import read_queries
 from skilltrain.terminal import say
 
@@ -64,7 +64,7 @@ _DEV_SHARE = 0.2  # of given queries without a split
 _MAX_PASSAGES = 3  # of a skill to cut as queries; many skills have fewer
 _TERSE_SHARE = 0.5  # of the queries of a chat model, which are written in few words
 # Least number of queries of each split. Even if a trained router wins on all of five held-out
-# queries, p is 2 * 0.5**5 = .06, which is more than _MAX_P.
+# queries, p is 2 * 0.5**5 = .06. This is more than _MAX_P, so five queries are too few.
 _MIN_QUERIES = {"train": 1, "dev": 6}
 _ENOUGH_QUERIES = 200  # with so many queries, a trained router that is not worse is published
 QUOTAS: Mapping[str, int] = {"semantic": 4, "lexical": 3, "taxonomy": 2, "random": 1}
@@ -145,13 +145,18 @@ class RouterComparison:
 
 
 class _StepRunner:
-    """Runs the steps of `fit` by their names, and writes their recipes."""
+    """Runs the steps of `fit` by their names, and writes their recipes.
+
+    Attributes:
+        folder: Folder of the router, which holds the results of all steps.
+        recipes: Recipe of each step by the step's name.
+    """
 
     def __init__(self, config: FitConfig) -> None:
         self.folder = config.out
         self.recipes = recipes_of(config)
-        self._folder = config.out / "recipes"
-        for leftover in self._folder.glob(".*.partial"):  # of a run that was killed
+        self._recipe_folder = config.out / "recipes"
+        for leftover in self._recipe_folder.glob(".*.partial"):  # of a run that was killed
             leftover.unlink(missing_ok=True)
 
     def run(self, step: str) -> Summary:
@@ -166,7 +171,7 @@ class _StepRunner:
         # The number in the file's name shows the order of the steps.
         number = 1 + list(self.recipes).index(step)
         text = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True)
-        write_text(self._folder / f"{number}_{step}.yaml", text)
+        write_text(self._recipe_folder / f"{number}_{step}.yaml", text)
         say(f"step {step}: {recipe['stage']}")
 
         # The second argument names the recipe in errors.
@@ -263,7 +268,10 @@ def _run_with_data(runner: _StepRunner, step: str, no_data_code: str) -> Summary
 
 
 def _has_enough_queries(runner: _StepRunner) -> bool:
-    """Return whether there are queries to train with, and held-out queries to compare with."""
+    """Return whether there are queries to train with, and enough held-out queries to compare with.
+
+    If not, the reason is printed.
+    """
     counts = Counter(query.split for query in read_queries(runner.folder / "queries"))
     for split, min_queries in _MIN_QUERIES.items():
         if counts[split] < min_queries:
@@ -362,20 +370,31 @@ def _check_settings(config: FitConfig, recipes: dict[str, Recipe]) -> None:
         stage = parse_recipe(recipe, f"fit, step {step}")
         if step == "pool":
             check_inputs(stage)
-        # Without training, `fit` ends before the other steps. Steps change the router's folder,
-        # which is an input of a calibration.
+        # Without training, only these two steps write to folders of their own.
         is_run = config.train or step in ("pool", "queries")
+        # Two stages are not checked: `index` updates the router, which is an input of `calibrate`.
         if is_run and stage.stage not in ("index", "calibrate"):
-            try:
-                check_output(stage)
-            except SkilltrainError as error:
-                # With other faults, such as an unfinished run, the step is continued or run again.
-                if error.code in ("other-run", "overwrites-input"):
-                    problem = f"step {step}: {error.problem}"
-                    fix = "choose another --out"
-                    raise SkilltrainError(error.code, problem, where=config.out, fix=fix) from error
+            _check_step_output(step, stage, config.out)
     # The weights are not needed to check that there is such a model.
     resolve_model(config.base, weights=False)
+
+
+def _check_step_output(step: str, stage: Stage, router: Path) -> None:
+    """Check that the output folder of a step holds no other run, and is not inside an input.
+
+    Args:
+        step: Name of the step.
+        stage: Stage of the step with its settings.
+        router: Folder of the router, for the error.
+    """
+    try:
+        check_output(stage)
+    except SkilltrainError as error:
+        # Other errors are not final. For example, `fit` continues or repeats an unfinished run.
+        if error.code in ("other-run", "overwrites-input"):
+            problem = f"step {step}: {error.problem}"
+            fix = "choose another --out"
+            raise SkilltrainError(error.code, problem, where=router, fix=fix) from error
 
 
 def recipes_of(config: FitConfig) -> dict[str, Recipe]:
