@@ -69,7 +69,7 @@ def half(ranking, relevance, k):
 
 @pytest.fixture(autouse=True)
 def acme(tmp_path, monkeypatch):
-    """A module of faulty plug-ins. Plug-ins of other tests are forgotten for a while."""
+    """A module of faulty plug-ins. Errors do not name plug-ins that other tests have loaded."""
     file = tmp_path / "acme_faulty.py"
     file.write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
@@ -177,9 +177,9 @@ def test_loss_without_gradient_is_refused(value):
     loss = Constant(value=value)
     sums = WeightedSum(parts={"a": WeightedLoss(loss=loss), "b": WeightedLoss(loss=InfoNCE())})
 
-    for each in (loss, sums):
+    for tested_loss in (loss, sums):
         with raises("unusable-plugin") as caught:
-            call_loss(each, scored)
+            call_loss(tested_loss, scored)
         assert caught.value.where == f"loss {__name__}:Constant"
 
 
@@ -193,7 +193,7 @@ def test_loss_may_be_constant_zero():
 
 
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_zero_gradient_is_said(model_folders, tmp_path, capsys):
+def test_zero_gradient_gives_a_warning(model_folders, tmp_path, capsys):
     step = new_step(model_folders["bert"])
     step.loss = Constant(value=torch.zeros((), requires_grad=True))
     step.data = replace(step.data, lists=step.data.lists[:2])

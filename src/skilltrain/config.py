@@ -483,7 +483,7 @@ def _follow(
         The keys that lead to the fault, without tags, and the classes that its section may have.
     """
     path = []
-    classes = [config_class]  # that the current section may have
+    classes = [config_class]  # classes that the current section may have
     expected_tag = ""
     for key in location:
         # If a tag chose the class of a section, the location holds it directly after the section.
@@ -556,7 +556,11 @@ def _imported_plugin(values: Mapping[str, Any]) -> type[BaseModel] | None:
 def suggestion(word: str, choices: Sequence[str]) -> str:
     """Return the middle of an error: `, did you mean 'CHOICE'? `, or `; ` if no choice is similar.
 
-    The error names `word` before it, and the choices after it.
+    For example, an error may be `unknown key 'epoch', did you mean 'epochs'? allowed here: …`.
+
+    Args:
+        word: The unknown word, which the error names first.
+        choices: Allowed words, which the error lists last.
     """
     similar = difflib.get_close_matches(word, choices, n=1)
     return f", did you mean '{similar[0]}'? " if similar else "; "
@@ -623,6 +627,7 @@ class InputMark:
 
 InputPath = Annotated[Path, InputMark()]
 PoolPath = Annotated[InputPath, Field(description="SKILLS table (file or folder)")]
+"""Pool that a stage reads."""
 
 
 def _as_list(value: Any) -> Any:

@@ -125,7 +125,7 @@ class LoadedPlugin(NamedTuple):
 
 
 LOADED: dict[str, LoadedPlugin] = {}
-"""Loaded plug-ins of other packages, by name, for the record of a run and for errors."""
+"""Loaded plug-ins of other packages by their name. Records of runs and errors name them."""
 
 
 @cache
@@ -184,14 +184,14 @@ def import_path(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    # The module of another package may raise any error, and may also try to exit.
+    # The module of another package may raise any error, or call `sys.exit`.
     except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {error}{_place(error, module)}"
         raise SkilltrainError("unusable-plugin", f"cannot import {path}: {cause}") from error
 
 
 def plugin_fault(error: BaseException) -> SkilltrainError | None:
-    """Explain an unexpected error by the plug-ins of other packages that this process uses.
+    """Explain an unexpected error by a plug-in of another package that this process has loaded.
 
     Example: `loss acme.losses:Hinge: KeyError: 'x' (acme/losses.py, line 20)`
 
@@ -199,17 +199,19 @@ def plugin_fault(error: BaseException) -> SkilltrainError | None:
         error: The error as Python raised it.
 
     Returns:
-        The error that names the plug-in, or None if there is no plug-in of another package. If no
-        line of a plug-in raised the error, its fix says that the cause is not certain.
+        An error that names the plug-in; None if no plug-in of another package is loaded. If the
+        traceback has no line of a plug-in, the error names all of them, and its fix says that they
+        may be the cause.
     """
     places = {
         f"{plugin.kind} {name}": _place(error, plugin.module) for name, plugin in LOADED.items()
     }
     if not places:
         return None
-    # The empty text, if no line is of a plug-in. Plug-ins of one package have the same place.
+    # All plug-ins of a package have the same place. The other places are empty, and `max` skips
+    # them unless all are empty.
     place = max(places.values())
-    # A call with wrong arguments, or a wrong result, fails in our code.
+    # If all are empty, our code may have failed with a plug-in's signature or result.
     fix = "what it accepts or returns may be wrong; add --debug to see where it happened"
     return SkilltrainError(
         "unusable-plugin",
@@ -220,10 +222,15 @@ def plugin_fault(error: BaseException) -> SkilltrainError | None:
 
 
 def _place(error: BaseException, module: str) -> str:
-    """Return the last line of an error's traceback that is in the package of a module.
+    """Return the place of an error in the package of a module.
+
+    Args:
+        error: The error.
+        module: Full name of the module, such as `acme.losses`.
 
     Returns:
-        File and line, such as ` (acme/losses.py, line 20)`. Empty: no line is in the package.
+        The last line of the traceback that is in the package, as ` (acme/losses.py, line 20)`.
+        Empty if no line is.
     """
     package = module.partition(".")[0]  # `acme` of `acme.losses`
     place = ""

@@ -63,7 +63,8 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
     """Run a program, and end the process with an exit code if the program fails.
 
     An error is printed as one line on stderr, and the exit code is 2. With --debug it is raised
-    instead. After Ctrl-C the exit code is 130, and after SIGTERM in a stage it is 143.
+    instead. After Ctrl-C the exit code is 130, and after SIGTERM in a stage it is 143. A plug-in
+    that exits with code 0 has a fault, unless it is a command.
 
     Args:
         run: The program. It gets the arguments without --debug, and returns an exit code or None.
@@ -82,7 +83,8 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
             raise KeyboardInterrupt
     except (KeyboardInterrupt, SystemExit, Exception) as raised:
         error = _original_error(raised)
-        # Only a command may exit as if all had gone well. Another plug-in would hide its fault.
+        # A program may exit by itself. But if a plug-in that is no command exits with code 0, the
+        # run looks finished although it is not.
         is_command = plugin_paths("command").keys() & words
         if isinstance(error, SystemExit) and (error.code or is_command or not plugin_fault(error)):
             raise
@@ -120,11 +122,11 @@ def _message(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt | typer.Abort):
         return "interrupted; what was finished is kept"
     if isinstance(error, typer.TyperException):  # the command line itself is wrong
-        # typer knows the command, such as `skilltrain fit`, only for errors in its arguments.
+        # For errors in its arguments, typer names the command, such as `skilltrain fit`.
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "skilltrain"
         return f"{_usage_fault(error)} (see {command} --help)"
-    # A model that cannot be read for lack of memory is not damaged.
+    # An error says that a model is damaged, but its cause may be a lack of memory.
     if isinstance(error, SkilltrainError) and not _is_lack_of_memory(error.__cause__):
         return f"{error} [{error.code}]"
     if _is_lack_of_memory(error) or _is_lack_of_memory(error.__cause__):
@@ -151,7 +153,7 @@ def _message(error: BaseException) -> str:
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:
-    """Tell whether an error, or the library's text in it, says that memory ran out."""
+    """Return whether an error means that memory ran out, by its type or by its message."""
     return isinstance(error, MemoryError) or bool(_NO_MEMORY.search(str(error)))
 
 

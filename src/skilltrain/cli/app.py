@@ -208,7 +208,7 @@ class SettingsCommand(DashedCommand):
     """Command that runs a stage. Its --help lists the settings of the stage."""
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        """Print the example of the stage, the help, and the settings of the stage."""
+        """Print the help with an example, and the settings of each stage of the command."""
         stages = _stages_of(ctx)
         example = f"skilltrain {command_of(stages[0])} {load_stage(stages[0]).example}"
         self.help = f"{self.help}\n\nExample: {example}"
@@ -220,7 +220,7 @@ class SettingsCommand(DashedCommand):
 
 
 def _stages_of(ctx: typer.Context) -> tuple[str, ...]:
-    """Return the stages that a command may run. All but `train` have the name of their stage."""
+    """Return the stages that a command may run: for `train` two, else that of the same name."""
     command = str(ctx.command.name)
     return ("train_encoder", "train_reranker") if command == "train" else (command,)
 

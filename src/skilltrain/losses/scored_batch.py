@@ -212,21 +212,26 @@ class Loss(Config):
 
 
 def call_loss(loss: Loss, batch: ScoredBatch) -> Float[Tensor, ""]:
-    """Return the loss of a batch, and check that a model can learn from the value.
+    """Compute the loss of a batch, and check that a model can learn from the value.
+
+    Args:
+        loss: The loss, which may be a plug-in of another package.
+        batch: Scores, with everything else that the loss reads.
 
     Raises:
         SkilltrainError: The value is no tensor of one number, or has no gradient.
     """
     value: Any = loss(batch)
+    problem = ""
     if not isinstance(value, Tensor):
         problem = f"returns {value!r:.50}, not a tensor"
     elif value.ndim > 0:
         problem = f"returns a tensor of shape {tuple(value.shape)}, not a number"
-    # Without pairs to compare, a loss may return the constant 0. Evaluations need no gradient.
-    elif value.requires_grad or not batch.scores.requires_grad or value == 0:
-        return value
-    else:
+    # An evaluation needs no gradient. A loss without pairs to compare may return the constant 0.
+    elif batch.scores.requires_grad and not value.requires_grad and value != 0:
         problem = "returns a value without a gradient, so that the model cannot learn"
+    if not problem:
+        return value
     raise SkilltrainError(
         "unusable-plugin",
         problem,
