@@ -35,7 +35,7 @@ def leg(model_folders):
 
 
 @pytest.fixture
-def loaded(monkeypatch) -> list[Any]:
+def loaded_configs(monkeypatch) -> list[Any]:
     """Return a list that grows with each network that is loaded."""
     configs: list[Any] = []
     load = dense.load_encoder
@@ -62,46 +62,46 @@ def batches(monkeypatch) -> list[int]:
     return sizes
 
 
-def fused(*legs: dict[str, Any]) -> list[dict[str, Any]]:
+def fuse_legs(*legs: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"kind": "fuse", "of": list(legs)}]
 
 
-def system(name: str, rankers: list[dict[str, Any]]) -> SystemConfig:
+def new_system(name: str, rankers: list[dict[str, Any]]) -> SystemConfig:
     return validate(SystemConfig, {"name": name, "rankers": rankers}, "test")
 
 
 def rank_alone(leg: dict[str, Any]) -> dict[str, list[tuple[str, float]]]:
-    """Rank with a leg whose model nothing else shares."""
+    """Rank the first query with a leg that loads a network of its own."""
     ranker = validate(DenseConfig, leg, "test").ranker(SKILLS, {})
     return ranker.rank(QUERIES[:1], None, 6)
 
 
-def test_legs_share_one_network(leg, loaded):
-    router = Router(SKILLS, fused(LEXICAL, leg(fields="nd"), leg(), leg(max_tokens=9)))
+def test_legs_share_one_network(leg, loaded_configs):
+    router = Router(SKILLS, fuse_legs(LEXICAL, leg(fields="nd"), leg(), leg(max_tokens=9)))
 
     encoders = [part.model for part in router._current.models.values() if hasattr(part, "model")]
-    assert len(loaded) == 1
+    assert len(loaded_configs) == 1
     assert len(encoders) == 3
     assert len({id(encoder.backbone) for encoder in encoders}) == 1
     assert [encoder.settings.max_tokens for encoder in encoders] == [256, 256, 9]
 
 
-def test_late_leg_shares_the_network(leg, loaded):
+def test_late_leg_shares_the_network(leg, loaded_configs):
     late = {**leg(), "kind": "late"}
 
-    Router(SKILLS, [*fused(LEXICAL, leg(fields="nd")), *fused(leg(fields="nd"), late)])
+    Router(SKILLS, [*fuse_legs(LEXICAL, leg(fields="nd")), *fuse_legs(leg(fields="nd"), late)])
 
-    assert len(loaded) == 1
+    assert len(loaded_configs) == 1
 
 
-def test_other_precision_is_loaded_apart(leg, loaded):
-    Router(SKILLS, fused(leg(), leg(precision="bfloat16"), leg(token_budget=64)))
+def test_other_precision_is_loaded_apart(leg, loaded_configs):
+    Router(SKILLS, fuse_legs(leg(), leg(precision="bfloat16"), leg(token_budget=64)))
 
-    assert len(loaded) == 3
+    assert len(loaded_configs) == 3
 
 
 def test_request_is_encoded_once(leg, batches):
-    router = Router(SKILLS, fused(LEXICAL, leg(fields="nd"), leg()))
+    router = Router(SKILLS, fuse_legs(LEXICAL, leg(fields="nd"), leg()))
     batches.clear()
 
     router.route(QUERIES[0].text, k=3)
@@ -111,8 +111,8 @@ def test_request_is_encoded_once(leg, batches):
 
 def test_shared_legs_score_like_single_ones(leg):
     legs = [leg(fields="nd"), leg(), leg(max_tokens=9)]
-    router = Router(SKILLS, fused(*legs))
-    expected = [rank_alone(one_leg)["q1"] for one_leg in legs]
+    router = Router(SKILLS, fuse_legs(*legs))
+    expected = [rank_alone(leg_settings)["q1"] for leg_settings in legs]
 
     rankings = router.trace(QUERIES[0].text).rankings_by_ranker
 
@@ -123,17 +123,17 @@ def test_shared_legs_score_like_single_ones(leg):
 @pytest.mark.parametrize(
     "settings", [{"template": {"instruction": "find the chart"}}, {"query_max_tokens": 8}]
 )
-def test_other_request_text_is_encoded_apart(leg, loaded, batches, settings):
+def test_other_request_text_is_encoded_apart(leg, loaded_configs, batches, settings):
     legs = [leg(), leg(**settings)]
-    router = Router(SKILLS, fused(*legs))
-    expected = [rank_alone(one_leg)["q1"] for one_leg in legs]
-    loaded_before = len(loaded)
+    router = Router(SKILLS, fuse_legs(*legs))
+    expected = [rank_alone(leg_settings)["q1"] for leg_settings in legs]
+    num_loaded = len(loaded_configs)
     batches.clear()
 
     rankings = router.trace(QUERIES[0].text).rankings_by_ranker
 
     assert [*rankings.values()] == expected
-    assert loaded_before == 3  # one for both legs, and one for each expected ranking
+    assert num_loaded == 3  # one for both legs, and one for each expected ranking
     assert batches == [1, 1]
 
 
@@ -142,22 +142,24 @@ def test_caches_keep_fields_apart(leg, tmp_path):
     opened: dict[str, Any] = {}
     for _ in range(2):  # the second round reads the cache
         opened.clear()
-        encoders = [validate(DenseConfig, one_leg, "test").open(opened) for one_leg in legs]
+        encoders = [
+            validate(DenseConfig, leg_settings, "test").open(opened) for leg_settings in legs
+        ]
 
         vectors = [encoder.encode_skills(SKILLS) for encoder in encoders]
 
-        for one_leg, leg_vectors in zip(legs, vectors, strict=True):
-            alone = validate(DenseConfig, one_leg | {"cache": None}, "test").open({})
+        for leg_settings, leg_vectors in zip(legs, vectors, strict=True):
+            alone = validate(DenseConfig, leg_settings | {"cache": None}, "test").open({})
             np.testing.assert_array_equal(leg_vectors, alone.encode_skills(SKILLS))
     assert len({encoder.identity for encoder in encoders}) == 2
 
 
-def test_evaluation_encodes_queries_once_per_system(leg, loaded, batches):
-    systems = [system("full", [leg()]), system("both", fused(leg(fields="nd"), leg()))]
+def test_evaluation_encodes_queries_once_per_system(leg, loaded_configs, batches):
+    systems = [new_system("full", [leg()]), new_system("both", fuse_legs(leg(fields="nd"), leg()))]
 
     run_systems(systems, QUERIES, SKILLS, 5)
 
     # Skills are encoded for each leg. The queries of the second system are encoded again, because
     # its latency must not depend on the first system.
-    assert len(loaded) == 1
+    assert len(loaded_configs) == 1
     assert [size for size in batches if size == 2] == [2, 2]

@@ -141,6 +141,7 @@ class ApiEncoder:
         """Return one unit vector per raw query. Errors count queries from 0."""
         rendered = [*map(self.config.render_query, texts)]
         names = [f"query {number}" for number in range(len(texts))]
+        # Everything that decides the vectors.
         key = (self.config.base_url, self.config.model, *rendered)
         return encode_once(key, lambda: self._encode(rendered, names))
 

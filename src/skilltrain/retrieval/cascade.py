@@ -266,7 +266,7 @@ class Cascade:
         needed_keys: set[str | None] = {OWN}  # the model in training always stays
         for system in later_systems:
             for ranker in flatten_rankers(system.rankers):
-                # Rankers are opened by their keys, and networks that they share by their sources.
+                # `opened` has rankers by their keys, and shared networks by their sources.
                 needed_keys |= {ranker.key, ranker.model_source}
         opened = self.pool.opened.items()
         self.pool.opened = {key: value for key, value in opened if key in needed_keys}

@@ -43,7 +43,7 @@ _TEXTS_PER_BLOCK = 2048  # texts to tokenize at once, and vectors to save at onc
 _TOKENIZED_AT_ONCE = 256  # the tokenizer needs about 100 bytes per token while it works
 _MAX_SECONDS_BETWEEN_YIELDS = 60  # so that the cache saves the vectors of a slow model
 _ENOUGH_TOKENS = 512  # larger micro-batches are no faster on a CPU
-# Settings that decide which texts an encoder reads, and not how its network computes.
+# Settings that decide which texts an encoder reads. They do not change its network.
 _TEXT_SETTINGS = {"fields", "template", "max_tokens", "query_max_tokens", "chunks"}
 
 
@@ -149,7 +149,7 @@ class SkillEncoder:
         settings = self.model.settings
         max_tokens = settings.query_max_tokens
         rendered = [*map(settings.template.render_query, texts)]
-        # Rankers with one network share the vectors, even if they read other fields of skills.
+        # Everything that decides the vectors. Rankers that read other fields of skills share them.
         key = (self.model.backbone, self.token_budget, max_tokens, *rendered)
         return encode_once(key, lambda: self._encode(rendered, max_tokens, "encoding queries"))
 
@@ -257,16 +257,16 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     if opened is None:
         opened = {}
     encoders = opened.setdefault(source.source, {})
-    # Settings of texts do not change the network. Settings that a subclass adds do not either.
+    # Encoders share a network if they agree in all settings of OpenConfig that can change it.
     key = repr(source.model_dump(include={*OpenConfig.model_fields} - _TEXT_SETTINGS))
     if key not in encoders:
         encoder = load_encoder(source, default_device()).requires_grad_(False)
         pack_linear_layers(encoder.backbone, source.token_budget)
-        # The files may change later, so their fingerprint is kept with the network.
+        # Keep the fingerprint with the network, because the files may change later.
         encoders[key] = (encoder, model_fingerprint(source.source))
     encoder, fingerprint = encoders[key]
 
-    # A shallow copy of a module has the same weights in memory.
+    # Encoders need settings of their own. A shallow copy of a module shares its weights.
     model = copy(encoder)
     model.settings = encoder_settings(source, encoder.backbone.config)
     identity = _identity(model, fingerprint)
@@ -279,6 +279,10 @@ def _identity(model: Encoder, fingerprint: str) -> str:
     """Return a hash of the model's files and of all settings that change the vector of a text.
 
     The hash is the name of the model's folder in a cache of vectors.
+
+    Args:
+        model: Encoder with its settings.
+        fingerprint: Hash of the model's files.
     """
     # How a skill is cut into chunks changes the texts, but not the vector of a text.
     settings = model.settings.model_dump_json(exclude={"chunks"})

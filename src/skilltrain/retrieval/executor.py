@@ -26,8 +26,8 @@ class OpenRankers:
 
     Attributes:
         skills: The pool.
-        opened: Rankers by `key`, and networks that they share by source. The model in training is
-            there as `OWN`.
+        opened: Rankers by their `key`, and the networks that rankers share by their source. The
+            model in training has the key `OWN`.
     """
 
     skills: Sequence[Skill]

@@ -40,8 +40,8 @@ class FuseConfig(RankerConfig):
     can_be_expanded = False
 
     @model_validator(mode="after")
-    def _one_weight_each(self) -> "FuseConfig":
-        """Check that there is a weight for each ranker, if weights are given."""
+    def _check_weights(self) -> "FuseConfig":
+        """Check that there is a weight for each ranker and not all are 0, if weights are given."""
         if self.weights is not None and len(self.weights) != len(self.of):
             raise ValueError(
                 f"{len(self.of)} rankers are fused, and there are {len(self.weights)} weights"

@@ -204,10 +204,10 @@ def cached_vectors(
 def shared_encoding() -> Iterator[None]:
     """Let the rankers that run in this block share the vectors of queries.
 
-    They are forgotten at the end of the outermost block, so the next run encodes its queries again
-    and can be timed. Each thread has blocks of its own.
+    The vectors are dropped at the end of the outermost block. So the next run encodes its queries
+    again, and its time can be measured. Threads do not share vectors.
     """
-    # A block inside another one uses the vectors of the outer block.
+    # A block inside another block uses the vectors of the outer block.
     token = _shared_vectors.set(_shared_vectors.get({}))
     try:
         yield
@@ -216,13 +216,13 @@ def shared_encoding() -> Iterator[None]:
 
 
 def encode_once(key: Hashable, encode: Callable[[], Vectors]) -> Vectors:
-    """Return the vectors of a key. In a block of `shared_encoding`, they are encoded once.
+    """Return the vectors of a key. In a block of `shared_encoding`, `encode` is called only once.
 
     Args:
-        key: The texts and everything else that decides their vectors.
-        encode: Returns the vectors.
+        key: The texts, and everything else that decides their vectors.
+        encode: Encodes the texts of the key.
     """
-    vectors_by_key = _shared_vectors.get({})  # without a block, a new dict that is thrown away
+    vectors_by_key = _shared_vectors.get({})  # outside a block, a new dict that is not kept
     if key not in vectors_by_key:
         vectors_by_key[key] = encode()
     return vectors_by_key[key]
