@@ -10,9 +10,9 @@ BM25 and of MiniLM's cosine, and reorder the first 20 skills with late interacti
 in its own process, and is timed cold and warm. Prints a Markdown table to stdout, and to stderr how
 far the answers agree.
 
-SYSTEM is `first`, `late`, or a router with a reranker, such as `rerank-10x96`: it reads pairs of
-the request and each of the first 10 skills, of 96 tokens at most (default: all systems). The
-reranker is MiniLM with a random head, which changes its answers and not its time. The other
+SYSTEM is `first`, `late`, or a router with a reranker (default: all systems). For example, the
+reranker of `rerank-10x96` reads the request with each of the first 10 skills, at most 96 tokens of
+each pair. It is MiniLM with a random head, which changes its answers but not its time. The other
 pipeline has no reranker.
 """
 
@@ -40,7 +40,10 @@ RERANKERS = {"rerank-10x96": (10, 96), "rerank-10x128": (10, 128), "rerank-20x19
 
 
 def build_systems(out: Path) -> dict[str, list[dict[str, Any]]]:
-    """Return the rankers of each system: the others add a ranker to `first`."""
+    """Return the rankers of each system by its name.
+
+    Each system begins with the ranker of `first`, and all others have a second ranker.
+    """
     dense = {"kind": "dense", "source": MODEL, "cache": str(out / "vectors")}
     rankers = [{"kind": "lexical"}, dense]
     first = {"kind": "fuse", "of": rankers, "weights": WEIGHTS, "keep": NUM_RERANKED}

