@@ -81,7 +81,8 @@ def locked(folder: Path) -> Iterator[None]:
     lock = FileLock(lock_file)
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock_file.touch()  # FileLock takes a missing file for a lock of another process
+        # If the file cannot be created, say so. FileLock would report a lock of another process.
+        lock_file.touch()
         lock.acquire(timeout=0)  # raises Timeout at once if another process holds the lock
     except Timeout as error:
         raise SkilltrainError(

@@ -184,7 +184,7 @@ class Stage(Config):
         # `{near}` in a command is the folder of this run and other runs.
         values["near"] = shlex.quote(str(self.out.parent))
         values["base"] = _BASE_ENCODER
-        # Only candidates of a reranker keep judged positives. Their lists have a fixed size.
+        # Only candidates for a reranker keep judged positives. A reranker needs lists of one size.
         is_reranker = settings.get("judged_positives") == "keep"
         values["quotas"] = "list_size=20" if is_reranker else _QUOTAS
 

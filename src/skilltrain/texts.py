@@ -37,7 +37,7 @@ _ENCODINGS_BY_MARK = {  # UTF-32 first, because its mark begins with that of UTF
 }
 _MAX_CONTROL_SHARE = 0.05  # of a text's first characters; binary data has more
 _MIN_VALID_PER_BROKEN = 10  # non-ASCII characters; text that is not UTF-8 has fewer
-SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which no file stores
+SURROGATES = re.compile("[\ud800-\udfff]")  # halves of characters, which no file can store
 _UNSTORABLE = re.compile(f"\x00|{SURROGATES.pattern}")
 _FORMULA_SIGNS = ("=", "+", "-", "@", "\t", "\r")  # first signs of a formula in a spreadsheet
 _SHOWN_CONTROLS = "\n\t\u200c\u200d"  # the last two are joiners, which some scripts need

@@ -33,7 +33,7 @@ from skilltrain.texts import num_words, one_line, words_of
 
 Kind = Literal["quote", "use", "description", "feature"]
 
-_MIN_CLARITY = 6  # of a request
+_MIN_CLARITY = 6  # points of a usable request, from `_clarity`
 # Of a description or `when_to_use`. Patterns are slow for longer texts, so these make no query.
 _MAX_HEADER_CHARS = 5_000
 _BODY_CHARS = 20_000  # the rest of a longer body is not read
@@ -203,9 +203,13 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     "Merge results from multiple runs" has few of the signs of a clear request.
 
     Returns:
-        0 to 12 points, 0 for a request about another topic than the skill. Four points: the start
-        of the description. Three points: a name. Two points: no sign of doubt. One point each: up
-        to two words of the skill's name, a quotation or a text that says when to use the skill.
+        0 to 12 points, and 0 for a request about another topic than the skill:
+
+        - four points for a place at the start of the description
+        - three points for a name
+        - two points if there is no sign of doubt
+        - a point for each word of the skill's name, at most two
+        - a point for a quotation, or for a text that says when to use the skill
     """
     request = passage.request
     # Leave out the verb: the first word, or the first two characters of a text without spaces.

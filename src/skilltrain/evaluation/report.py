@@ -26,7 +26,8 @@ from skilltrain.metrics.slices import (
 from skilltrain.records import Skill
 
 HEADLINE = "Hit@1"
-# Measures whose comparisons share one Holm correction. Without any of them, the first measure.
+# Measures whose comparisons share one Holm correction. If a report has none of them, its first
+# measure takes their place.
 _MAIN_MEASURES = (HEADLINE, HEADLINE + COPIES, HEADLINE + JUDGED, "MRR@10")
 ANALYSES = (
     "outcomes",
@@ -266,11 +267,13 @@ def build_report(
     planned_pairs = _compared_pairs(planned or systems)
     # Only systems with results can be compared.
     pairs = [pair for pair in planned_pairs if set(pair) <= set(systems)]
+    # A family is measures that share a Holm correction: the main measures, or one other measure.
     main = main_measures(names)
-    families = [main, *([name] for name in names if name not in main)]
+    families = [main]
+    families += [[name] for name in names if name not in main]
     comparisons = []
     for family in families:
-        # Holm's correction is over all comparisons of one call.
+        # `compare` corrects for all comparisons of one call.
         comparisons += compare(results, pairs, family, num_pairs=len(planned_pairs))
     # Put the measures of one pair together. The sort keeps the order of the measures.
     comparisons.sort(key=lambda row: pairs.index((row.baseline, row.system)))

@@ -104,7 +104,7 @@ def _common_values(report: Report) -> dict[str, Any]:
     analysis = {**dict.fromkeys(ANALYSES, ()), **report.analysis}
     # Known analyses have parts of their own in the templates. Plug-ins add other analyses.
     other_analyses = {kind: rows for kind, rows in report.analysis.items() if kind not in ANALYSES}
-    # Without cutoff and ending: `Hit@1 (copies)` becomes `Hit`.
+    # Names without cutoff and suffix: `Hit@1 (copies)` becomes `Hit`.
     bare_names = [parse_measure(measure).name for measure in report.measures]
     return {
         "report": report,

@@ -250,8 +250,8 @@ def assign_folds(tasks: Sequence[Task], num_folds: int, seed: int) -> np.ndarray
     Raises:
         SkilltrainError: Shared gold skills link all queries.
     """
-    # Name of the group of each query. Queries with the same name are in the same fold.
-    # The author of a skill is the first folder of its id.
+    # Name of the group of each query. Queries with the same name are in the same fold. At first,
+    # queries are linked by the authors of their skills. An author is the first folder of an id.
     groups = _linked_groups(tasks, lambda skill_id: skill_id.partition("/")[0])
     if len(set(groups)) < num_folds:
         # `str` leaves a skill id as it is, so queries are linked by skill instead of by author.

@@ -18,7 +18,7 @@ def _as_tuple(value: Any) -> Any:
 Values = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 """A text, or a list of texts."""
 _ONE_OF = ("category", "lang", "source", "license", "author")
-_MAX_LISTED = 20  # values in a message
+_MAX_LISTED = 20  # largest number of values in a message
 
 
 class Filters(Config):
@@ -45,6 +45,7 @@ class Filters(Config):
         """
         if any(map(self.accepts, skills)):
             return ""
+        # Find a filter whose values no skill has.
         for name in (*_ONE_OF, "tags"):
             allowed = getattr(self, name)
             values: set[str] = set()

@@ -391,7 +391,10 @@ def save_trained(
 
 
 def load_data(config: Train) -> TrainingSet:
-    """Read and check the lists, and cluster near-duplicate skills if in-batch negatives need it."""
+    """Read and check the lists, and cluster near-duplicate skills if in-batch negatives need it.
+
+    Prints how many lists have fewer negatives than the settings ask for.
+    """
     min_similarity = None  # no clusters
     is_encoder = isinstance(config, TrainEncoder)
     if is_encoder and config.in_batch_negatives and config.in_batch_mask == "clusters":
@@ -404,7 +407,7 @@ def load_data(config: Train) -> TrainingSet:
     if num_short:
         say(
             f"{num_short:,} of {len(data.lists):,} lists have fewer negatives than "
-            f"training.num_negatives={num_negatives}; they keep all of them"
+            f"training.num_negatives={num_negatives}; all negatives of these lists are used"
         )
     return data
 

@@ -495,7 +495,8 @@ def _read_skill_file(path: Path, root: Path) -> Skill | Dropped:
     name = _relative_path(path, root)
     source = clean_text(root.name)
     # If the source is itself the folder of the skill, its name is the id.
-    skill_id = _relative_path(path.parent, root.parent if path.parent == root else root)
+    parent_of_id = root.parent if path.parent == root else root
+    skill_id = _relative_path(path.parent, parent_of_id)
     try:
         if not path.is_file():
             return dropped_skill(skill_id, "unreadable", f"{name} is not a plain file")

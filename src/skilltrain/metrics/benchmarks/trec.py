@@ -53,7 +53,7 @@ def read_run(file: Path) -> dict[str, list[str]]:
     """
     rankings: dict[str, list[str]] = {}
     rows = [row for _, row in _read_lines(file, _RUN)]
-    # trec_eval holds scores in 32 bits, so that more of them are equal.
+    # trec_eval stores scores in 32 bits, so scores that hardly differ are equal.
     rows.sort(key=lambda row: (np.float32(row.score), row.skill_id), reverse=True)
     for row in rows:
         rankings.setdefault(row.query_id, []).append(row.skill_id)
