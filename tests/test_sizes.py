@@ -44,8 +44,8 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 # in tokens, which a pipeline and a program share, and interleaved retrieval took 1.4 there. A rank
 # of own-text requests by clarity, with headings and quotations, took 0.4 in the core. Memory plans
 # of quantised layers took 0.1 there. A chat model that screens skills took 1.5 there, because its
-# findings stay with the texts of a skill in pools and routers. Errors of plug-ins, and checks before
-# any work, took 0.8.
+# findings stay with the texts of a skill in pools and routers. Errors of plug-ins, and checks
+# before any work, took 0.8.
 BUDGETS = {"core": 181.4, "serving": 23, "papers": 26.6}
 ROOM = 1.05
 FSTRING_START = getattr(tokenize, "FSTRING_START", -1)  # Python 3.12 and newer
