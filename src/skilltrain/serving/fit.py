@@ -554,6 +554,7 @@ def _encoder_recipe(config: FitConfig, pool: str) -> Recipe:
         "training": {
             "epochs": config.epochs,
             "batch_size": 16,
+            "accumulation": 1,
             "learning_rate": 1.0e-4,
             "precision": "auto",
             "seed": config.seed,

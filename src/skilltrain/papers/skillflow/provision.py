@@ -115,9 +115,9 @@ def _bundled_files(
         flags.append(finding)
     if flags:
         flag = flags[0]  # the message shows only the first finding
-        description = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"
+        reason = f"{flag.rule} in its {flag.field}: {printable(flag.span, 80)}"
         say(
-            f"left out: {name}, which the safety screening flags ({description}); "
+            f"left out: {name}, which the safety screening flags ({reason}); "
             "`--flagged use` writes it"
         )
         return None
