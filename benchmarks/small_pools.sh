@@ -2,7 +2,7 @@
 # Makes a router of one pool with `fit`, and compares it with BM25 and with the untrained router.
 #
 #   benchmarks/small_pools.sh SKILLS REQUESTS OUT [OPTIONS OF FIT]
-#   python benchmarks/small_pools.py OUT1 OUT2 ...
+#   python benchmarks/small_pools.py table OUT1 OUT2 ...
 #
 # SKILLS is a folder of skills. REQUESTS is a JSON Lines file with query, skill_ids, and the kind of
 # the request as its origin: long, terse or task. The second command prints the tables of all pools.

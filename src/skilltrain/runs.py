@@ -128,7 +128,7 @@ def _cleanup_at_sigterm() -> Iterator[None]:
 
 
 def check_output(stage: Stage) -> None:
-    """Raise SkilltrainError if the output folder holds something else, or is inside an input."""
+    """Raise SkilltrainError if the output folder holds something else, or is among the skills."""
     _check_output_path(stage)
     _finished_run(stage.out, comparable_identity(_identity(stage)), resume=False)
 
@@ -356,16 +356,16 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
 
 
 def _check_output_path(stage: Stage) -> None:
-    """Raise SkilltrainError if the output is inside an input, or an input where a stage writes."""
+    """Raise SkilltrainError if the output is among the skills, or an input where a stage writes."""
     out = stage.out
     # A stage writes into this folder, which is renamed to `out` at the end.
     staging = staging_path(out).resolve()
     for key, path in input_paths(stage).items():
-        # The folder of a router holds the results of the steps of `fit`.
-        if key != "router" and out.resolve().is_relative_to(path.resolve()):
-            problem = f"is inside {path}, which the command reads and must not change"
+        # The second run would read the output of the first one.
+        if key.startswith("sources.") and out.resolve().is_relative_to(path.resolve()):
+            problem = f"is inside {path}, from which the command reads skills"
             raise SkilltrainError(
-                "overwrites-input", problem, where=out, fix="name another output folder"
+                "overwrites-input", problem, where=out, fix="name a folder outside"
             )
         if path.resolve().is_relative_to(staging):
             raise SkilltrainError(
