@@ -201,8 +201,7 @@ FAULTS = [  # command, part of the error
         "pool {runs}",
         "{runs}: is a folder, not a recipe (settings have the form key=value, such as:",
     ),
-    ("pool sources={runs}/pool out={runs}/pool/below", "below: is inside {runs}/pool, which the"),
-    ("index pool={runs}/pool 'rankers=[{kind: lexical}]' out={runs}/pool", "pool: is inside"),
+    ("pool sources={runs}/pool out={runs}/pool/below", "below: is inside {runs}/pool, from which"),
     (
         TRAIN + "training.seed=1180591620717411303424",
         "training.seed: must be less than 2147483648, found 11805916207174",

@@ -444,7 +444,7 @@ def test_output_inside_the_skills_is_refused_first(skills, name, options):
 
     outcome = skilltrain_command("fit", skills, "--out", skills / name, *options)
 
-    assert f"is inside {skills}, which the command reads" in outcome.only_line
+    assert f"is inside {skills}, from which the command reads" in outcome.only_line
     assert contents(skills) == before
 
 

@@ -128,7 +128,7 @@ def _cleanup_at_sigterm() -> Iterator[None]:
 
 
 def check_output(stage: Stage) -> None:
-    """Raise SkilltrainError if the output folder holds something else or overlaps an input."""
+    """Raise SkilltrainError if the output folder holds something else, or is inside the skills."""
     _check_output_path(stage)
     _finished_run(stage.out, comparable_identity(_identity(stage)), resume=False)
 
@@ -356,20 +356,21 @@ def check_inputs(config: Config, pending: Collection[Path] = ()) -> None:
 
 
 def _check_output_path(stage: Stage) -> None:
-    """Check that the output folder of a stage and its inputs do not overlap.
+    """Check that a stage does not write where it reads.
 
     Raises:
-        SkilltrainError: The output is inside an input, or an input is inside the temporary folder.
+        SkilltrainError: The output is inside a folder of skills, or an input is inside the
+            temporary folder.
     """
     out = stage.out
     # A stage writes into this temporary folder, which is renamed to `out` at the end.
     staging = staging_path(out).resolve()
     for key, path in input_paths(stage).items():
-        # Only a router may contain an output: `fit` writes the results of its steps there.
-        if key != "router" and out.resolve().is_relative_to(path.resolve()):
-            problem = f"is inside {path}, which the command reads and must not change"
+        # The next run would read the output of this run as skills.
+        if key.startswith("sources.") and out.resolve().is_relative_to(path.resolve()):
+            problem = f"is inside {path}, from which the command reads skills"
             raise SkilltrainError(
-                "overwrites-input", problem, where=out, fix="name another output folder"
+                "overwrites-input", problem, where=out, fix="name a folder outside"
             )
         if path.resolve().is_relative_to(staging):
             raise SkilltrainError(

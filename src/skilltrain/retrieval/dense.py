@@ -100,7 +100,7 @@ class SkillEncoder:
         source: Where it was loaded from, for errors.
         token_budget: Padded tokens per micro-batch.
         cache: Vectors of earlier texts, if they are kept.
-        identity: Hash that distinguishes its vectors from those of other encoders.
+        identity: Hash that distinguishes its vectors from those of other encoders, with a cache.
         forward: For a model in training: encodes texts that are cut to a number of tokens.
     """
 
@@ -262,16 +262,17 @@ def open_encoder(source: OpenConfig, opened: dict[str, Any] | None = None) -> Sk
     if key not in encoders:
         encoder = load_encoder(source, default_device()).requires_grad_(False)
         pack_linear_layers(encoder.backbone, source.token_budget)
-        # Keep the fingerprint with the network, because the files may change later.
-        encoders[key] = (encoder, model_fingerprint(source.source))
-    encoder, fingerprint = encoders[key]
+        encoders[key] = encoder
+    encoder = encoders[key]
 
     # Encoders need settings of their own. A shallow copy of a module shares its weights.
     model = copy(encoder)
     model.settings = encoder_settings(source, encoder.backbone.config)
-    identity = _identity(model, fingerprint)
     folder = source.cache if isinstance(source, EncoderSource) else None
-    cache = VectorCache(folder.expanduser() / identity) if folder else None
+    if folder is None:
+        return SkillEncoder(model, source.source, source.token_budget)
+    identity = _identity(model, model_fingerprint(source.source))
+    cache = VectorCache(folder.expanduser() / identity)
     return SkillEncoder(model, source.source, source.token_budget, cache, identity)
 
 

@@ -380,7 +380,7 @@ def _check_settings(config: FitConfig, recipes: dict[str, Recipe]) -> None:
 
 
 def _check_step_output(step: str, stage: Stage, router: Path) -> None:
-    """Check that the output folder of a step holds no other run, and is not inside an input.
+    """Check that the output folder of a step holds no other run, and is not inside the skills.
 
     Args:
         step: Name of the step.
