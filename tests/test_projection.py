@@ -78,7 +78,7 @@ def test_dense_gives_vectors_of_sentence_transformers(projected):
 
 
 def test_projection_changes_identity_of_vectors(projected):
-    source = OpenConfig(source=str(projected))
+    source = dense.EncoderSource(source=str(projected), cache=projected.parent / "cache")
     old_identity = dense.open_encoder(source).identity
     (file,) = projected.glob("*_Dense/model.safetensors")
     weights = load_file(file)
