@@ -23,7 +23,6 @@ from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.saving import save_model
 from skilltrain.retrieval import dense
-from skilltrain.retrieval.dense import OpenConfig
 from skilltrain.training.loop import Run, train
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.train import TrainEncoder, load_model
