@@ -115,19 +115,19 @@ def test_cache_separates_models(model_folders, tmp_path, monkeypatch, model, set
 def test_changed_weights_change_identity(model_folders, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(model_folders["bert"], folder)
-    old_identity = open_encoder(EncoderSource(source=str(folder))).identity
+    old_identity = open_encoder(EncoderSource(source=str(folder), cache=tmp_path)).identity
     weights = load_file(folder / "model.safetensors")
     next(iter(weights.values())).flatten()[5] += 1e-3
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
-    identity = open_encoder(EncoderSource(source=str(folder))).identity
+    identity = open_encoder(EncoderSource(source=str(folder), cache=tmp_path)).identity
 
     assert identity != old_identity
 
 
-def test_precision_changes_identity(model_folders):
-    float32 = EncoderSource(source=str(model_folders["bert"]), precision="float32")
-    bfloat16 = EncoderSource(source=str(model_folders["bert"]), precision="bfloat16")
+def test_precision_changes_identity(model_folders, tmp_path):
+    float32 = EncoderSource(source=str(model_folders["bert"]), precision="float32", cache=tmp_path)
+    bfloat16 = float32.model_copy(update={"precision": "bfloat16"})
 
     assert open_encoder(float32).identity != open_encoder(bfloat16).identity
 

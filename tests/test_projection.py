@@ -23,7 +23,6 @@ from skilltrain.models.adapters import AdapterConfig
 from skilltrain.models.encoder import EncoderConfig, load_encoder
 from skilltrain.models.saving import save_model
 from skilltrain.retrieval import dense
-from skilltrain.retrieval.dense import OpenConfig
 from skilltrain.training.loop import Run, train
 from skilltrain.training.steps import EncoderStep, StepSettings
 from skilltrain.training.train import TrainEncoder, load_model
@@ -78,7 +77,7 @@ def test_dense_gives_vectors_of_sentence_transformers(projected):
 
 
 def test_projection_changes_identity_of_vectors(projected):
-    source = OpenConfig(source=str(projected))
+    source = dense.EncoderSource(source=str(projected), cache=projected.parent / "cache")
     old_identity = dense.open_encoder(source).identity
     (file,) = projected.glob("*_Dense/model.safetensors")
     weights = load_file(file)
