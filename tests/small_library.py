@@ -229,7 +229,7 @@ description: How to {problem}.
 
 ## When to use
 - The user wants to {problem} today
-- Somebody needs help to {first} without asking a colleague
+- Somebody needs help to {first} for Acme without asking a colleague
 
 ## Steps
 1. {first.capitalize()} before anything else is changed.

@@ -486,7 +486,7 @@ def test_hostile_texts_are_read_once(text: str, place: str):
     # A longer header is not read. Only spaces are squeezed before the length is checked.
     if place != "body" and " " * 100 not in text:
         text = text[:4_900]
-    texts = {"description": "Tidy bills of small shops.", "body": "# Sorter\n", "when_to_use": ""}
+    texts = {"description": "Old paper of small shops.", "body": "# Sorter\n", "when_to_use": ""}
     texts[place] += f"\n## Features\n- Sort my PDF bills by month\n- {text}"
 
     queries, remainder = own_queries(Skill("s", "bills-keeper", **texts), 3, 0)

@@ -277,7 +277,7 @@ def _has_enough_queries(runner: _StepRunner) -> bool:
         if counts[split] < min_queries:
             say(
                 f"{counts[split]} queries are of split {split}, and {min_queries} are needed, so "
-                "no encoder is trained; the router works without (give more with --queries)"
+                "no encoder is trained; the router works without one (give more with --queries)"
             )
             return False
     return True
