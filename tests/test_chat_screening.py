@@ -390,6 +390,24 @@ def test_router_without_its_pool_keeps_findings(router: Path, found: Path):
     assert marks(loaded)["b"] == ["chat_model"]
 
 
+def test_rewritten_skill_loses_routers_finding(router: Path, found: Path):
+    shutil.rmtree(found)
+    loaded = Router.load(router)
+    rewritten = replace(SKILLS[1], body="Draft it and let the user send it.")
+
+    loaded.update([SKILLS[0], rewritten, replace(SKILLS[1], skill_id="c")])
+
+    assert marks(loaded) == {"a": [], "b": [], "c": ["chat_model"]}
+
+
+def test_other_skill_inherits_no_finding(router: Path):
+    loaded = Router.load(router)
+
+    other = loaded.with_skills([replace(SKILLS[0], skill_id="b"), replace(SKILLS[1], skill_id="a")])
+
+    assert marks(other) == {"a": ["chat_model"], "b": []}
+
+
 def test_new_findings_update_router(router: Path, found: Path):
     write_flags({}, found)
 

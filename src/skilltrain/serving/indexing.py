@@ -24,7 +24,7 @@ from pydantic import Field
 from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.data.screening import write_flags
-from skilltrain.data.screening.findings import find_again
+from skilltrain.data.screening.findings import find_again, move_findings
 from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
@@ -394,9 +394,10 @@ def _read_findings(contents: Contents, previous: Index | None) -> Mapping[str, F
         contents: Skills of the router. The findings are those of its pool.
         previous: Previous generation. It gives the findings if the pool is gone.
     """
+    skills = contents.all_skills()
     if previous and not contents.pool.exists():
-        return previous.findings
-    return find_again(contents.all_skills(), [contents.pool])
+        return move_findings(previous.findings, previous.skills.values(), skills)
+    return find_again(skills, [contents.pool])
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:
