@@ -30,9 +30,9 @@ from skilltrain.workers import WorkersConfig
 _ROUTER = RepositoryKind("router", "model", POINTER)
 _CARD = Path(__file__).with_name("router_card.md.j2")
 # Files of routers and of their models. Only formats that cannot run code are downloaded. The file
-# tokens.bin holds plain numbers: the vectors of tokens.
+# tokens.bin holds plain numbers: the vectors of tokens. The file flags.parquet is a table.
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.arrow", "*.npy"]
-_PATTERNS += ["index-*/part-*/tokens.bin"]
+_PATTERNS += ["index-*/part-*/tokens.bin", "index-*/flags.parquet"]
 
 
 def push_router(router: Path, published: Published, options: PushOptions) -> dict[str, Any]:
