@@ -242,6 +242,12 @@ def test_card_of_router_counts_flagged_skills(hub, tmp_path):
     assert "screening flags 1 of the skills" in card
 
 
+def test_card_of_router_counts_findings(hub, found_router):
+    card = push_router(found_router, Published(ROUTER), PushOptions(dry_run=True))["card"]
+
+    assert "screening flags 1 of the skills" in card
+
+
 def test_cards_commands_run(hub, router, monkeypatch):
     card = push_router(router, Published(ROUTER), PushOptions())["card"]
     command, *_ = re.findall(r"^skilltrain (route .*)$", card, re.MULTILINE)
