@@ -282,9 +282,11 @@ def test_pieces_share_500_characters(num_chars: int, starts: list[int]):
     assert [piece.start for piece in pieces_of(skill, 1000)] == starts
 
 
-def test_cut_description_is_counted(server, tmp_path):
-    skill = replace(SKILLS[0], description="word " * 1000)
-    write_flags({}, write_pool(tmp_path / "pool", [skill, SKILLS[1]]))
+@pytest.mark.parametrize("cut", [{"description": "word " * 1000}, {"name": "n" * 201}])
+def test_cut_skill_is_counted(server, tmp_path, cut: dict[str, str]):
+    longest = replace(SKILLS[1], name="n" * 200, description="d" * 4000)
+    skills = [replace(SKILLS[0], **cut), longest]
+    write_flags({}, write_pool(tmp_path / "pool", skills))
     answers(server)
 
     summary = config_of(server, tmp_path / "pool").run(tmp_path / "out")

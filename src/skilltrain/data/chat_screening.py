@@ -25,7 +25,7 @@ from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, read_local, write_json
 from skilltrain.llm import LLMConfig, Questions, estimate_cost, read_object
-from skilltrain.llm.untrusted import untrusted_skill
+from skilltrain.llm.untrusted import MAX_LINE_CHARS, untrusted_skill
 from skilltrain.records import Skill, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_skills, table_path, write_table
@@ -121,8 +121,11 @@ def _rule_flags(pool: Path) -> dict[str, list[Flag]]:
 
 
 def _num_cut(skills: Sequence[Skill]) -> int:
-    """Count the skills whose description is longer than what the model is shown."""
-    return sum(len(skill.description) > DESCRIPTION_CHARS for skill in skills)
+    """Count the skills whose name or description is longer than what the model is shown."""
+    return sum(
+        len(skill.name) > MAX_LINE_CHARS or len(skill.description) > DESCRIPTION_CHARS
+        for skill in skills
+    )
 
 
 @dataclass(frozen=True, slots=True)
