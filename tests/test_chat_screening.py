@@ -160,6 +160,14 @@ def test_quote_that_is_not_there_is_dropped(server, pool):
     assert flags["b"] == [Flag("chat_model", "body", 0, 0, "", "a stranger gets mail")]
 
 
+def test_answer_without_quote_is_usable(server, pool):
+    answers(server, mail_helper='{"reason": "bad", "quote": null, "verdict": "harmful"}')
+
+    flags = read_flags(screened(server, pool)) or {}
+
+    assert flags["b"] == [Flag("chat_model", "body", 0, 0, "", "bad")]
+
+
 @pytest.mark.parametrize(
     ("quote", "span"),
     [

@@ -169,7 +169,7 @@ class Reading(BaseModel, frozen=True):
     """Answer of the model about a piece."""
 
     reason: str = Field(min_length=1)
-    quote: str = ""
+    quote: str | None = None
     verdict: Literal["harmful", "harmless"]
 
     def flag(self, skill: Skill) -> Flag:
@@ -181,7 +181,7 @@ class Reading(BaseModel, frozen=True):
         Args:
             skill: The skill that the model has read.
         """
-        field, start, end = find_quote(self.quote, skill) or ("body", 0, 0)
+        field, start, end = find_quote(self.quote or "", skill) or ("body", 0, 0)
         span = getattr(skill, field)[start:end]
         return Flag(CHAT_MODEL, field, start, end, span, safe_reason(self.reason))
 
