@@ -105,6 +105,16 @@ def test_new_finding_replaces_earlier_one(server, found: Path):
     assert [flag.reason for flag in flags["b"]] == ["another reason"]
 
 
+@pytest.mark.parametrize(("answer", "is_kept"), [(HARMLESS, False), ("Well, no.", True)])
+def test_only_unread_skill_keeps_finding(server, found: Path, answer: str, is_kept: bool):
+    answers(server, mail_helper=answer)
+
+    again = screened(server, found, "again")
+
+    assert read_findings(again) == (read_findings(found) if is_kept else {})
+    assert flags_to_leave_out(again).keys() == ({"a", "b"} if is_kept else {"a"})
+
+
 @pytest.mark.parametrize(
     "answer",
     [

@@ -81,11 +81,14 @@ class Screen(Stage):
         findings = _findings(outcome.values)
         write_table(skills, SKILLS, out)
         write_table(outcome.dropped, DROPPED, out)
+        unread_ids = {row.skill_id for row in outcome.dropped}
+        # A skill that this model has read in full loses the finding of an earlier model.
+        for skill_id in flags.keys() - unread_ids:
+            flags[skill_id] = [flag for flag in flags[skill_id] if flag.rule != CHAT_MODEL]
         write_flags(add_findings(flags, findings), out)
         # Copy where the skills are on this machine. Routers watch these folders.
         write_json(out / LOCAL_FILE, read_local(table_path(self.pool, SKILLS).parent))
 
-        unread_ids = {row.skill_id for row in outcome.dropped}
         return {
             "num_skills": len(skills),
             "num_read": len(skills) - len(unread_ids),
@@ -210,9 +213,8 @@ def find_quote(quote: str, skill: Skill) -> tuple[str, int, int] | None:
         quote: Text that the model has copied from the skill.
         skill: The skill.
     """
-    words = map(re.escape, quote.split())
     # `\s+` matches any white space between two words.
-    pattern = r"\s+".join(words)
+    pattern = r"\s+".join(map(re.escape, quote.split()))
     if not pattern:
         return None  # an empty pattern would match everywhere
     for field in ("body", "description", "name"):
