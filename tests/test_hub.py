@@ -17,8 +17,11 @@ import yaml
 from datasets import load_dataset
 from huggingface_hub import constants
 
+from benchmark_folders import write_pool
 from faults import raises
 from hub_server import TOKEN, Repository, commit_of, hub_server
+from skilltrain.data.screening import write_flags
+from skilltrain.data.screening.rules import Flag
 from skilltrain.export.card import Published
 from skilltrain.export.push import PushOptions, push_files, upload
 from skilltrain.export.tables import find_tables, push_tables
@@ -165,6 +168,15 @@ def write_router(folder, rankers, pool=POOL):
 
 
 @pytest.fixture
+def found_router(tmp_path):
+    """The folder of a router over a pool in which a chat model has found the first skill."""
+    folder = tmp_path / "found"
+    finding = Flag("chat_model", "body", 0, 0, "", "it does harm")
+    write_flags({POOL[0].skill_id: [finding]}, write_pool(folder / "pool", POOL))
+    return write_router(folder, "lexical")
+
+
+@pytest.fixture
 def router(tmp_path, model_folders):
     """The folder of a router with one model inside the folder, and another outside."""
     folder = tmp_path / "somebody" / "router"
@@ -185,6 +197,16 @@ def test_pulled_router_ranks_as_before(hub, router):
     shutil.rmtree(router)
 
     assert rankings(Router.load(SOURCE)) == expected
+
+
+def test_pulled_router_keeps_findings(hub, found_router):
+    push_router(found_router, Published(ROUTER), PushOptions())
+    shutil.rmtree(found_router)
+
+    pulled = Router.load(SOURCE)
+
+    (skill,) = pulled.route("merge pdf files", k=1).skills
+    assert [flag.rule for flag in skill.flags] == ["chat_model"]
 
 
 def test_pushed_router_names_no_path(hub, router, tmp_path):
@@ -216,6 +238,12 @@ def test_card_of_router_counts_flagged_skills(hub, tmp_path):
     folder = write_router(tmp_path / "router", "lexical", skills)
 
     card = push_router(folder, Published(ROUTER), PushOptions(dry_run=True))["card"]
+
+    assert "screening flags 1 of the skills" in card
+
+
+def test_card_of_router_counts_findings(hub, found_router):
+    card = push_router(found_router, Published(ROUTER), PushOptions(dry_run=True))["card"]
 
     assert "screening flags 1 of the skills" in card
 

@@ -238,8 +238,9 @@ def _print_skill(skill: "RoutedSkill") -> None:
     typer.echo(f"                {printable(skill.description, 90)}")
     typer.echo(f"                {printable(str(skill.why), 120)}")
     for flag in skill.flags:
-        span = printable(flag.span, 120)
-        typer.echo(f"    !! FLAGGED {flag.rule}: {flag.reason}; in its {flag.field}: {span}")
+        # The reason may come from a chat model, which has read a stranger's text.
+        finding = f"{flag.rule}: {printable(flag.reason)}; in its {flag.field}"
+        typer.echo(f"    !! FLAGGED {finding}: {printable(flag.span, 120)}")
 
 
 def open_routing(

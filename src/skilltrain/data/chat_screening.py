@@ -25,7 +25,7 @@ from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import LOCAL_FILE, read_local, write_json
 from skilltrain.llm import LLMConfig, Questions, estimate_cost, read_object
-from skilltrain.llm.untrusted import untrusted_skill
+from skilltrain.llm.untrusted import MAX_LINE_CHARS, untrusted_skill
 from skilltrain.records import Skill, counted
 from skilltrain.stage import Stage, Summary
 from skilltrain.tables import DROPPED, SKILLS, read_skills, table_path, write_table
@@ -81,11 +81,14 @@ class Screen(Stage):
         findings = _findings(outcome.values)
         write_table(skills, SKILLS, out)
         write_table(outcome.dropped, DROPPED, out)
+        unread_ids = {row.skill_id for row in outcome.dropped}
+        # A skill that this model has read in full loses the finding of an earlier model.
+        for skill_id in flags.keys() - unread_ids:
+            flags[skill_id] = [flag for flag in flags[skill_id] if flag.rule != CHAT_MODEL]
         write_flags(add_findings(flags, findings), out)
         # Copy the file that names the folders of the skills on this machine. Routers watch them.
         write_json(out / LOCAL_FILE, read_local(table_path(self.pool, SKILLS).parent))
 
-        unread_ids = {row.skill_id for row in outcome.dropped}
         return {
             "num_skills": len(skills),
             "num_read": len(skills) - len(unread_ids),
@@ -121,8 +124,11 @@ def _rule_flags(pool: Path) -> dict[str, list[Flag]]:
 
 
 def _num_cut(skills: Sequence[Skill]) -> int:
-    """Count the skills whose description is too long for the model to read its end."""
-    return sum(len(skill.description) > DESCRIPTION_CHARS for skill in skills)
+    """Count the skills whose name or description is longer than what the model is shown."""
+    return sum(
+        len(skill.name) > MAX_LINE_CHARS or len(skill.description) > DESCRIPTION_CHARS
+        for skill in skills
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +172,7 @@ class Reading(BaseModel, frozen=True):
     """Answer of the model about a piece."""
 
     reason: str = Field(min_length=1)
-    quote: str = ""
+    quote: str | None = None
     verdict: Literal["harmful", "harmless"]
 
     def flag(self, skill: Skill) -> Flag:
@@ -178,7 +184,7 @@ class Reading(BaseModel, frozen=True):
         Args:
             skill: The skill that the model has read.
         """
-        field, start, end = find_quote(self.quote, skill) or ("body", 0, 0)
+        field, start, end = find_quote(self.quote or "", skill) or ("body", 0, 0)
         span = getattr(skill, field)[start:end]
         return Flag(CHAT_MODEL, field, start, end, span, safe_reason(self.reason))
 
@@ -207,9 +213,8 @@ def find_quote(quote: str, skill: Skill) -> tuple[str, int, int] | None:
         quote: Text that the model has copied from the skill.
         skill: The skill.
     """
-    words = map(re.escape, quote.split())
     # `\s+` matches any white space between two words.
-    pattern = r"\s+".join(words)
+    pattern = r"\s+".join(map(re.escape, quote.split()))
     if not pattern:
         return None  # an empty pattern would match everywhere
     for field in ("body", "description", "name"):

@@ -12,7 +12,8 @@ from collections.abc import Iterable, Sequence
 from skilltrain.records import Skill
 from skilltrain.texts import INVISIBLE
 
-_MAX_LINE_CHARS = 200
+MAX_LINE_CHARS = 200
+"""Longest name of a skill in a prompt, in characters."""
 _LINE_ENDS = re.compile("\r\n|[\r\x0b\x0c\x85\u2028\u2029]")
 # Invisible characters (except the joiners that scripts and emoji need), control characters, lone
 # surrogates, and the tags and variation selectors that can hide whole sentences.
@@ -34,7 +35,7 @@ def untrusted_text(text: str, max_chars: int) -> str:
     return _TURN_TOKEN.sub(r"\g<0> ", _INVISIBLE.sub("", lines)).strip()
 
 
-def untrusted_line(text: str, max_chars: int = _MAX_LINE_CHARS) -> str:
+def untrusted_line(text: str, max_chars: int = MAX_LINE_CHARS) -> str:
     """Make a text safe like `untrusted_text`, and put it on one line."""
     return " ".join(untrusted_text(text, max_chars).split())
 

@@ -30,9 +30,9 @@ from skilltrain.workers import WorkersConfig
 _ROUTER = RepositoryKind("router", "model", POINTER)
 _CARD = Path(__file__).with_name("router_card.md.j2")
 # Files of routers and of their models. Only formats that cannot run code are downloaded. The file
-# tokens.bin holds plain numbers: the vectors of tokens.
+# tokens.bin holds plain numbers: the vectors of tokens. The file flags.parquet is a table.
 _PATTERNS = ["*.json", "*.txt", "*.model", "*.safetensors", "*.arrow", "*.npy"]
-_PATTERNS += ["index-*/part-*/tokens.bin"]
+_PATTERNS += ["index-*/part-*/tokens.bin", "index-*/flags.parquet"]
 
 
 def push_router(router: Path, published: Published, options: PushOptions) -> dict[str, Any]:
@@ -57,12 +57,14 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
         problem = "a ranker reads its prompt from a file, which only this machine has"
         fix = "make a router whose rankers have no prompt file"
         raise SkilltrainError("conflicting-settings", problem, where=router, fix=fix)
+    skills = [*index.skills.values()]
     # Rerankers need the bodies of skills, and the indexes hold words of the bodies. So a router
     # whose skills have bodies cannot be pushed with `no_bodies`.
-    if options.no_bodies and any(skill.body for skill in index.skills.values()):
+    if options.no_bodies and any(skill.body for skill in skills):
         problem = "its skills have bodies, and its indexes hold their words"
         fix = "make a router of a pool without bodies"
         raise SkilltrainError("private-bodies", problem, where=router, fix=fix)
+    rule_flags = screen_pool(skills, WorkersConfig())
     with tempfile.TemporaryDirectory(prefix="skilltrain-push-") as scratch:
         paths = _collect_files(index, Path(scratch))
         paths["README.md"] = Path(scratch, "README.md")
@@ -71,8 +73,8 @@ def push_router(router: Path, published: Published, options: PushOptions) -> dic
             _CARD,
             published=published,
             record=index.record,
-            licenses=Counter(skill.license for skill in index.skills.values()),
-            num_flagged=len(screen_pool([*index.skills.values()], WorkersConfig())),
+            licenses=Counter(skill.license for skill in skills),
+            num_flagged=len({*rule_flags, *index.findings}),
         )
         return push_files(paths, published, options, _ROUTER)
 

@@ -24,7 +24,7 @@ from pydantic import Field
 from skilltrain.config import InputPath, validate
 from skilltrain.data.pool.read import merge_sources, read_by_source, read_pool
 from skilltrain.data.screening import write_flags
-from skilltrain.data.screening.findings import inherited_findings
+from skilltrain.data.screening.findings import inherited_findings, move_findings
 from skilltrain.data.screening.rules import Flag
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import (
@@ -394,9 +394,10 @@ def _findings_of(contents: Contents, previous: Index | None) -> Mapping[str, Fla
         contents: Skills of the router, and the path of the pool whose findings they inherit.
         previous: Previous generation. If the pool is gone, its findings are kept.
     """
+    skills = contents.all_skills()
     if previous and not contents.pool.exists():
-        return previous.findings
-    return inherited_findings(contents.all_skills(), [contents.pool])
+        return move_findings(previous.findings, previous.skills.values(), skills)
+    return inherited_findings(skills, [contents.pool])
 
 
 def _current_index(router: Path, previous: Index | None) -> Index | None:

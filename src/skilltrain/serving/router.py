@@ -15,7 +15,7 @@ import numpy as np
 from skilltrain.arguments import wrong_argument
 from skilltrain.data.pool.read import find_skill_file, read_pool
 from skilltrain.data.screening import Flag, screen
-from skilltrain.data.screening.findings import inherited_findings
+from skilltrain.data.screening.findings import inherited_findings, move_findings
 from skilltrain.errors import SkilltrainError
 from skilltrain.records import Query, Ranker, Ranking, Skill
 from skilltrain.retrieval.cascade import system_of
@@ -292,7 +292,9 @@ class Router:
         """Return a router over other skills, in memory only. It shares the models of this one."""
         current = self._current
         skills_by_id = {skill.skill_id: skill for skill in skills}
-        state = RouterState(current.state.system, skills_by_id, current.state.findings)
+        # Skills with the same ids may have other texts, which no chat model has read.
+        findings = move_findings(current.state.findings, current.state.skills.values(), skills)
+        state = RouterState(current.state.system, skills_by_id, findings)
         # `__init__` would open the models again, so it is not called.
         router = Router.__new__(Router)
         router._current = _open(state, current.models)

@@ -38,6 +38,7 @@ from skilltrain.data.pool.read import SOURCE_FILES, find_skill_file
 from skilltrain.data.pool.skill_file import front_matter, skill_text
 from skilltrain.data.screening import Flag
 from skilltrain.data.screening.bundled import read_bundled_files
+from skilltrain.data.screening.findings import CHAT_MODEL
 from skilltrain.data.use_log import UseLog
 from skilltrain.errors import SkilltrainError
 from skilltrain.files import file_stamps
@@ -71,6 +72,9 @@ _MAX_NAME_CHARS = 64
 _MAX_DESCRIPTION_CHARS = 1024
 
 _MAX_LINE_CHARS = 400  # of a description or explanation in an answer
+# A chat model writes its reason after it has read a stranger's text, so the reason could hold
+# orders. Agents get this sentence in its place.
+_SAFE_REASONS = {CHAT_MODEL: "a chat model found it harmful"}
 _LATENCY_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)  # seconds
 _UPDATE_SECONDS = 2.0  # between checks for changed skills
 ResultT = TypeVar("ResultT")
@@ -369,7 +373,8 @@ def _answer_row(result: RoutedSkill, skill: Skill) -> dict[str, Any]:
 
 
 def _flag_lines(flags: Sequence[Flag]) -> list[str]:
-    return [f"{flag.rule}: {flag.reason}" for flag in flags]
+    """Return the rule and the reason of each flag as a line for an agent."""
+    return [f"{flag.rule}: {_SAFE_REASONS.get(flag.rule, flag.reason)}" for flag in flags]
 
 
 # URIs and entries (SEP-2640) -----------------------------------------------------------------

@@ -5,7 +5,7 @@ time, but a chat model costs time and money. So pools and routers that are made 
 inherit its findings, for all skills whose texts have not changed.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
@@ -42,11 +42,8 @@ def read_findings(folder: Path) -> dict[str, Flag]:
     return findings
 
 
-def inherited_findings(skills: Iterable[Skill], pools: Iterable[Path | str]) -> dict[str, Flag]:
-    """Return the findings that pools hold about skills with the same texts as these skills.
-
-    A copy of a skill inherits its finding, even under another id. A skill with a changed text
-    inherits none.
+def inherited_findings(skills: Collection[Skill], pools: Iterable[Path | str]) -> dict[str, Flag]:
+    """Return the findings that pools hold about skills with the same texts.
 
     Args:
         skills: The skills.
@@ -55,24 +52,44 @@ def inherited_findings(skills: Iterable[Skill], pools: Iterable[Path | str]) -> 
     Returns:
         Findings by the ids of `skills`. A pool may use other ids.
     """
-    # The digest of a skill depends only on its name, description and body.
-    finding_by_digest: dict[bytes, Flag] = {}
+    finding_by_id: dict[str, Flag] = {}
     for pool in filter(is_table, pools):
         findings = read_findings(Path(pool))
-        if not findings:
-            continue  # most pools have no findings, so their skills need not be read
-        for skill in read_skills(Path(pool)):
-            if skill.skill_id in findings:
-                finding_by_digest[content_digest(skill)] = findings[skill.skill_id]
-    if not finding_by_digest:
-        return {}  # without computing the digests of all skills
-
-    finding_by_id: dict[str, Flag] = {}
-    for skill in skills:
-        finding = finding_by_digest.get(content_digest(skill))
-        if finding is not None:
-            finding_by_id[skill.skill_id] = finding
+        if findings:  # the skills of most pools need not be read
+            finding_by_id |= move_findings(findings, read_skills(Path(pool)), skills)
     return finding_by_id
+
+
+def move_findings(
+    findings: Mapping[str, Flag], old_skills: Iterable[Skill], skills: Iterable[Skill]
+) -> dict[str, Flag]:
+    """Return the findings about skills with the same texts as old skills.
+
+    A copy of a skill has the finding too, whatever its id. A skill with a changed text has none.
+
+    Args:
+        findings: Findings by the ids of the old skills.
+        old_skills: Skills that a chat model has read.
+        skills: Skills that may have the same texts.
+
+    Returns:
+        Findings by the ids that the skills have in `skills`.
+    """
+    if not findings:
+        return {}  # saves the digests of all skills
+    # The digest of a skill depends only on its name, description and body.
+    finding_by_digest = {
+        content_digest(skill): findings[skill.skill_id]
+        for skill in old_skills
+        if skill.skill_id in findings
+    }
+
+    moved: dict[str, Flag] = {}
+    for skill in skills:
+        digest = content_digest(skill)
+        if digest in finding_by_digest:
+            moved[skill.skill_id] = finding_by_digest[digest]
+    return moved
 
 
 def add_findings(
