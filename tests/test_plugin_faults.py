@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from faults import raises
 from skilltrain.cli import as_program
 from skilltrain.losses import InfoNCE, Loss, call_loss
 from skilltrain.losses.weighted_sum import WeightedLoss, WeightedSum
-from skilltrain.plugins import load_plugin
+from skilltrain.plugins import LOADED, load_plugin, plugin_fault
 from skilltrain.training.loop import Run, train
 from small_library import skilltrain
 from test_losses import batch
@@ -64,6 +65,11 @@ def command():
 
 def half(ranking, relevance, k):
     return relevance.nothing  # line 46
+
+
+class Reads(Raises):
+    def __call__(self, batch):
+        return open("nowhere.txt")  # line 51
 """
 
 
@@ -73,9 +79,9 @@ def acme(tmp_path, monkeypatch):
     file = tmp_path / "acme_faulty.py"
     file.write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("skilltrain.plugins.LOADED", {})
-    yield file
-    for name in ("acme_faulty", "acme_broken"):
+    with patch.dict(LOADED, clear=True):
+        yield file
+    for name in ("acme_faulty", "acme_broken", "zeta_outer"):
         sys.modules.pop(name, None)
 
 
@@ -96,8 +102,7 @@ def train_with(runs, model_folders, tmp_path):
         ("Raises", "KeyError: 'my key' ({file}, line 9) [unusable-plugin]"),
         ("Exits", "SystemExit: 0 ({file}, line 14) [unusable-plugin]"),
         ("Constructor", "RuntimeError: no memory left ({file}, line 24) [unusable-plugin]"),
-        ("Signature", "TypeError: Signature.__call__() missing 1 required positional arg"),
-        ("Declares", "AttributeError: 'dict' object has no attribute"),
+        ("Reads", "directory: 'nowhere.txt' ({file}, line 51) [unusable-plugin]"),
     ],
 )
 def test_faulty_loss_is_named(train_with, acme, name: str, message: str):
@@ -106,6 +111,48 @@ def test_faulty_loss_is_named(train_with, acme, name: str, message: str):
     assert f"error: loss acme_faulty:{name}: " in line
     assert message.format(file=acme) in line
     assert "unexpected" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Signature", "TypeError: Signature.__call__() missing 1 required positional arg"),
+        ("Declares", "AttributeError: 'dict' object has no attribute"),
+    ],
+)
+def test_loss_in_use_is_said(train_with, name: str, message: str):
+    line = train_with(f"acme_faulty:{name}").error_line
+
+    assert line.startswith(f"error: {message}")
+    assert line.endswith(f" where it happened; plug-ins in use: loss acme_faulty:{name})")
+
+
+def test_idle_plugin_is_not_blamed(runs, tmp_path, monkeypatch):
+    def fail(config, out):
+        raise KeyError("our key")
+
+    load_plugin("loss", "acme_faulty:Raises")
+    load_plugin("loss", "skilltrain.losses.infonce:InfoNCE")
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", fail)
+
+    line = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path / 'out'}").error_line
+
+    assert line.startswith("error: KeyError: 'our key' (unexpected: add --debug ")
+    assert line.endswith("; plug-ins in use: loss acme_faulty:Raises)")
+
+
+def test_innermost_plugin_is_named(acme):
+    # The caller's path is the greater text.
+    acme.with_name("zeta_outer.py").write_text("def call(function):\n    function(0, 0, 0)\n")
+    outer = load_plugin("measure", "zeta_outer:call")
+    inner = load_plugin("measure", "acme_faulty:half")
+
+    with pytest.raises(AttributeError) as caught:
+        outer(inner)
+
+    fault = plugin_fault(caught.value)
+    assert fault.where == "measure acme_faulty:half"
+    assert f"({acme}, line 46)" in fault.problem
 
 
 @pytest.mark.parametrize(
