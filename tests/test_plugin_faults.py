@@ -193,6 +193,21 @@ def test_faulty_measure_is_named(runs, acme, tmp_path):
     assert f"({acme}, line 46)" in outcome.error_line
 
 
+def test_sigterm_is_no_plugin_fault(runs, acme, tmp_path, monkeypatch):
+    raise_signal = "import signal\nsignal.raise_signal(signal.SIGTERM)\n"
+    acme.with_name("acme_broken.py").write_text(raise_signal)
+
+    def load(config, out):
+        load_plugin("loss", "acme_broken:X")
+
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", load)
+
+    outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path / 'out'}")
+
+    assert outcome.code == 143
+    assert outcome.err == ""
+
+
 def test_own_command_may_exit(monkeypatch):
     command = load_plugin("command", "acme_faulty:command")
     monkeypatch.setattr("skilltrain.cli.plugin_paths", lambda kind: {"leave": "acme_faulty"})

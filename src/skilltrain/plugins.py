@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, TerminationError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN = {
@@ -180,7 +180,7 @@ def load_plugin(kind: str, name: str) -> Any:
     plugin = import_path(path)
     # A recipe may also give the import path of a plug-in of this package.
     if not path.startswith("skilltrain."):
-        module, _, _ = path.partition(":")
+        module = path.split(":")[0]
         LOADED[name] = LoadedPlugin(f"{kind} {name}", module)
     return plugin
 
@@ -190,6 +190,9 @@ def import_path(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
+    # The signal SIGTERM may arrive during the import.
+    except TerminationError:
+        raise
     # The module of another package may raise any error, and may also try to exit.
     except (Exception, SystemExit) as error:
         cause = f"{type(error).__name__}: {error}{_last_line(error, module)}"
