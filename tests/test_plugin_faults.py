@@ -254,10 +254,31 @@ def test_loss_may_be_constant_zero():
     assert value == 0
 
 
+@pytest.mark.parametrize("number", [0, 0.0])
+def test_part_may_be_number_zero(number: float):
+    scored = batch([[2.0, 1.0]], [[1, 0]])
+    no_pairs = WeightedLoss(loss=Constant(value=number))
+
+    value = call_loss(WeightedSum(parts={"a": no_pairs, "b": WeightedLoss(loss=InfoNCE())}), scored)
+
+    assert value == InfoNCE()(scored)
+    assert scored.scalars["a"] == 0
+
+
+def test_loss_of_number_zero_runs_backward():
+    scored = batch([[2.0, 1.0]], [[1, 0]])
+
+    # A reranker's step adds nothing to the loss that could have a gradient.
+    call_loss(Constant(value=0), scored).backward()
+
+    assert not scored.scores.grad.any()
+
+
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_zero_gradient_is_said(model_folders, tmp_path, capsys):
+@pytest.mark.parametrize("zero", [torch.zeros((), requires_grad=True), 0], ids=["tensor", "number"])
+def test_zero_gradient_is_said(model_folders, tmp_path, capsys, zero):
     step = new_step(model_folders["bert"])
-    step.loss = Constant(value=torch.zeros((), requires_grad=True))
+    step.loss = Constant(value=zero)
     step.data = replace(step.data, lists=step.data.lists[:2])
     config = CONFIG.model_copy(update={"epochs": 2})
 
