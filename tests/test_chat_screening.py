@@ -111,12 +111,12 @@ def test_new_finding_replaces_earlier_one(server, screened_pool: Path):
 
 
 @pytest.mark.parametrize(("answer", "is_kept"), [(HARMLESS, False), ("Well, no.", True)])
-def test_only_unread_skill_keeps_finding(server, found: Path, answer: str, is_kept: bool):
-    answers(server, mail_helper=answer)
+def test_only_unread_skill_keeps_finding(server, screened_pool: Path, answer: str, is_kept: bool):
+    set_answers(server, mail_helper=answer)
 
-    again = screened(server, found, "again")
+    again = run_screen(server, screened_pool, "again")
 
-    assert read_findings(again) == (read_findings(found) if is_kept else {})
+    assert read_findings(again) == (read_findings(screened_pool) if is_kept else {})
     assert flags_to_leave_out(again).keys() == ({"a", "b"} if is_kept else {"a"})
 
 
@@ -176,7 +176,7 @@ def test_quote_that_is_not_there_is_dropped(server, pool):
 
 
 def test_answer_without_quote_is_usable(server, pool):
-    answers(server, mail_helper='{"reason": "bad", "quote": null, "verdict": "harmful"}')
+    set_answers(server, mail_helper='{"reason": "bad", "quote": null, "verdict": "harmful"}')
 
     flags = read_flags(screened(server, pool)) or {}
 
@@ -448,7 +448,7 @@ def test_rewritten_skill_loses_routers_finding(router: Path, screened_pool: Path
 
     loaded.update([SKILLS[0], rewritten, replace(SKILLS[1], skill_id="c")])
 
-    assert marks(loaded) == {"a": [], "b": [], "c": ["chat_model"]}
+    assert shown_rules(loaded) == {"a": [], "b": [], "c": ["chat_model"]}
 
 
 def test_other_skill_inherits_no_finding(router: Path):
@@ -456,7 +456,7 @@ def test_other_skill_inherits_no_finding(router: Path):
 
     other = loaded.with_skills([replace(SKILLS[0], skill_id="b"), replace(SKILLS[1], skill_id="a")])
 
-    assert marks(other) == {"a": ["chat_model"], "b": []}
+    assert shown_rules(other) == {"a": ["chat_model"], "b": []}
 
 
 def test_new_findings_update_router(router: Path, screened_pool: Path):

@@ -344,8 +344,6 @@ def test_fault_of_library_is_one_line(runs, tmp_path, monkeypatch, raised, line)
         raise raised
 
     monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", fail)
-    # An error without a known cause names the plug-ins of other packages, such as those of tests.
-    monkeypatch.setattr("skilltrain.plugins.LOADED", {})
 
     outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path}/out")
 

@@ -74,6 +74,10 @@ class Whole(Config):
             {"shapes": [{"name": "cube"}]},
             "shapes.0.name: unknown choice 'cube'; choose from large, small",
         ),
+        (
+            {"shapes": [{"name": "gpt-4.1"}]},  # no import path
+            "shapes.0.name: unknown choice 'gpt-4.1'; choose from large, small",
+        ),
         ({"shape": {"width": 2}}, "missing key 'shape.name': choose from large, small"),
         (
             {"shape": {"name": "small", "width": 0}},

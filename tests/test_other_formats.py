@@ -230,10 +230,11 @@ def test_trec_files_score_as_ours(lists: Path):
     assert [reference[measure] for measure in measures] == pytest.approx(means)
 
 
+@pytest.mark.filterwarnings("error")
 def test_ties_of_run_are_as_in_trec_eval(tmp_path):
-    ids = ["a", "B", "b", "z", "ä", "a10", "a9", "😀", "\uffee", "first", "last"]
-    # All but two of the scores are equal in 32 bits, though not in 64 bits.
-    scores = [1 + number * 1e-9 for number in range(9)] + [2.0, 0.5]
+    ids = ["a", "B", "b", "z", "ä", "a10", "a9", "😀", "\uffee", "first", "last", "x", "y"]
+    # The first nine scores are equal in 32 bits, though not in 64 bits. The last two are infinite.
+    scores = [1 + number * 1e-9 for number in range(9)] + [2.0, 0.5, 4e39, 3e39]
     lines = [f"q Q0 {skill} 1 {score:.10f} x" for skill, score in zip(ids, scores, strict=True)]
     run = tmp_path / "ties.run"
     run.write_text("\n".join(lines), encoding="utf-8")

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from faults import raises
 from skilltrain.cli import as_program
 from skilltrain.losses import InfoNCE, Loss, call_loss
 from skilltrain.losses.weighted_sum import WeightedLoss, WeightedSum
-from skilltrain.plugins import load_plugin
+from skilltrain.plugins import LOADED, load_plugin, plugin_fault
 from skilltrain.training.loop import Run, train
 from small_library import skilltrain
 from test_losses import batch
@@ -64,6 +65,11 @@ def command():
 
 def half(ranking, relevance, k):
     return relevance.nothing  # line 46
+
+
+class Reads(Raises):
+    def __call__(self, batch):
+        return open("nowhere.txt")  # line 51
 """
 
 
@@ -73,9 +79,9 @@ def acme(tmp_path, monkeypatch):
     file = tmp_path / "acme_faulty.py"
     file.write_text(MODULE)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("skilltrain.plugins.LOADED", {})
-    yield file
-    for name in ("acme_faulty", "acme_broken"):
+    with patch.dict(LOADED, clear=True):
+        yield file
+    for name in ("acme_faulty", "acme_broken", "zeta_outer"):
         sys.modules.pop(name, None)
 
 
@@ -96,8 +102,7 @@ def train_with(runs, model_folders, tmp_path):
         ("Raises", "KeyError: 'my key' ({file}, line 9) [unusable-plugin]"),
         ("Exits", "SystemExit: 0 ({file}, line 14) [unusable-plugin]"),
         ("Constructor", "RuntimeError: no memory left ({file}, line 24) [unusable-plugin]"),
-        ("Signature", "TypeError: Signature.__call__() missing 1 required positional arg"),
-        ("Declares", "AttributeError: 'dict' object has no attribute"),
+        ("Reads", "directory: 'nowhere.txt' ({file}, line 51) [unusable-plugin]"),
     ],
 )
 def test_faulty_loss_is_named(train_with, acme, name: str, message: str):
@@ -106,6 +111,48 @@ def test_faulty_loss_is_named(train_with, acme, name: str, message: str):
     assert f"error: loss acme_faulty:{name}: " in line
     assert message.format(file=acme) in line
     assert "unexpected" not in line
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Signature", "TypeError: Signature.__call__() missing 1 required positional arg"),
+        ("Declares", "AttributeError: 'dict' object has no attribute"),
+    ],
+)
+def test_loss_in_use_is_said(train_with, name: str, message: str):
+    line = train_with(f"acme_faulty:{name}").error_line
+
+    assert line.startswith(f"error: {message}")
+    assert line.endswith(f" where it happened; plug-ins in use: loss acme_faulty:{name})")
+
+
+def test_idle_plugin_is_not_blamed(runs, tmp_path, monkeypatch):
+    def fail(config, out):
+        raise KeyError("our key")
+
+    load_plugin("loss", "acme_faulty:Raises")
+    load_plugin("loss", "skilltrain.losses.infonce:InfoNCE")
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", fail)
+
+    line = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path / 'out'}").error_line
+
+    assert line.startswith("error: KeyError: 'our key' (unexpected: add --debug ")
+    assert line.endswith("; plug-ins in use: loss acme_faulty:Raises)")
+
+
+def test_innermost_plugin_is_named(acme):
+    # The caller's path is the greater text.
+    acme.with_name("zeta_outer.py").write_text("def call(function):\n    function(0, 0, 0)\n")
+    outer = load_plugin("measure", "zeta_outer:call")
+    inner = load_plugin("measure", "acme_faulty:half")
+
+    with pytest.raises(AttributeError) as caught:
+        outer(inner)
+
+    fault = plugin_fault(caught.value)
+    assert fault.where == "measure acme_faulty:half"
+    assert f"({acme}, line 46)" in fault.problem
 
 
 @pytest.mark.parametrize(
@@ -144,6 +191,21 @@ def test_faulty_measure_is_named(runs, acme, tmp_path):
 
     assert "measure acme_faulty:half: AttributeError: " in outcome.error_line
     assert f"({acme}, line 46)" in outcome.error_line
+
+
+def test_sigterm_is_no_plugin_fault(runs, acme, tmp_path, monkeypatch):
+    raise_signal = "import signal\nsignal.raise_signal(signal.SIGTERM)\n"
+    acme.with_name("acme_broken.py").write_text(raise_signal)
+
+    def load(config, out):
+        load_plugin("loss", "acme_broken:X")
+
+    monkeypatch.setattr("skilltrain.data.pool.skill_pool.Pool.run", load)
+
+    outcome = skilltrain("pool", f"sources={runs}/pool", f"out={tmp_path / 'out'}")
+
+    assert outcome.code == 143
+    assert outcome.err == ""
 
 
 def test_own_command_may_exit(monkeypatch):
@@ -192,10 +254,31 @@ def test_loss_may_be_constant_zero():
     assert value == 0
 
 
+@pytest.mark.parametrize("number", [0, 0.0])
+def test_part_may_be_number_zero(number: float):
+    scored = batch([[2.0, 1.0]], [[1, 0]])
+    no_pairs = WeightedLoss(loss=Constant(value=number))
+
+    value = call_loss(WeightedSum(parts={"a": no_pairs, "b": WeightedLoss(loss=InfoNCE())}), scored)
+
+    assert value == InfoNCE()(scored)
+    assert scored.scalars["a"] == 0
+
+
+def test_loss_of_number_zero_runs_backward():
+    scored = batch([[2.0, 1.0]], [[1, 0]])
+
+    # A reranker's step adds nothing to the loss that could have a gradient.
+    call_loss(Constant(value=0), scored).backward()
+
+    assert not scored.scores.grad.any()
+
+
 @pytest.mark.usefixtures("fresh_accelerate")
-def test_zero_gradient_gives_a_warning(model_folders, tmp_path, capsys):
+@pytest.mark.parametrize("zero", [torch.zeros((), requires_grad=True), 0], ids=["tensor", "number"])
+def test_zero_gradient_gives_a_warning(model_folders, tmp_path, capsys, zero):
     step = new_step(model_folders["bert"])
-    step.loss = Constant(value=torch.zeros((), requires_grad=True))
+    step.loss = Constant(value=zero)
     step.data = replace(step.data, lists=step.data.lists[:2])
     config = CONFIG.model_copy(update={"epochs": 2})
 

@@ -12,6 +12,7 @@ Notes:
 import copy
 import difflib
 import itertools
+import re
 import sys
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -463,7 +464,8 @@ def _describe_tag(path: Sequence[str], classes: Sequence[type[BaseModel]], fault
     advice = removed_advice(value)
     if not advice:
         advice = f"{suggestion(value, choices)}choose from {', '.join(choices)}"
-    if "." in value:
+    # The name `gpt-4.1` is no import path: names of Python begin with a letter.
+    if re.search(r"[A-Za-z_]\w*\.[A-Za-z_]", value):
         advice += " (an import path has a colon: package.module:Class)"
     return f"{key}: unknown choice '{value}'{advice}"
 

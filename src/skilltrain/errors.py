@@ -47,6 +47,10 @@ class StoppedError(SkilltrainError):
         self.number = number
 
 
+class TerminationError(SystemExit):
+    """The exit of the process after SIGTERM, which no plug-in has caused."""
+
+
 def install_command(extra: str) -> str:
     """Return advice for a missing package: how to install an extra.
 

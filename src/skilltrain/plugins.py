@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, get_args
 from pydantic import BaseModel, GetCoreSchemaHandler, GetJsonSchemaHandler
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, TerminationError
 
 GROUP = "skilltrain.plugins"
 BUILT_IN = {
@@ -118,9 +118,14 @@ The module `skilltrain.stage` adds the kind `stage`.
 
 
 class LoadedPlugin(NamedTuple):
-    """A plug-in of another package that this process has imported."""
+    """A plug-in of another package that this process has imported.
 
-    kind: str
+    Attributes:
+        label: Kind and name for errors, such as `loss acme.losses:Hinge`.
+        module: Module of the plug-in, such as `acme.losses`.
+    """
+
+    label: str
     module: str
 
 
@@ -173,9 +178,10 @@ def load_plugin(kind: str, name: str) -> Any:
             "unknown-plugin", f"unknown {kind} '{name}'; choose from {', '.join(paths)}"
         )
     plugin = import_path(path)
-    if name not in BUILT_IN[kind]:
-        module, _, _ = path.partition(":")
-        LOADED[name] = LoadedPlugin(kind, module)
+    # A recipe may also give the import path of a plug-in of this package.
+    if not path.startswith("skilltrain."):
+        module = path.split(":")[0]
+        LOADED[name] = LoadedPlugin(f"{kind} {name}", module)
     return plugin
 
 
@@ -184,14 +190,17 @@ def import_path(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
+    # The signal SIGTERM may arrive during the import.
+    except TerminationError:
+        raise
     # The module of another package may raise any error, or call `sys.exit`.
     except (Exception, SystemExit) as error:
-        cause = f"{type(error).__name__}: {error}{_place(error, module)}"
+        cause = f"{type(error).__name__}: {error}{_last_line(error, module)}"
         raise SkilltrainError("unusable-plugin", f"cannot import {path}: {cause}") from error
 
 
 def plugin_fault(error: BaseException) -> SkilltrainError | None:
-    """Explain an unexpected error by a plug-in of another package that this process has loaded.
+    """Explain an unexpected error by the plug-in of another package that raised it.
 
     Example: `loss acme.losses:Hinge: KeyError: 'x' (acme/losses.py, line 20)`
 
@@ -199,45 +208,31 @@ def plugin_fault(error: BaseException) -> SkilltrainError | None:
         error: The error as Python raised it.
 
     Returns:
-        An error that names the plug-in; None if no plug-in of another package is loaded. If the
-        traceback has no line of a plug-in, the error names all of them, and its fix says that they
-        may be the cause.
+        The error that names the plug-in. None if the traceback has no line of a plug-in.
     """
-    places = {
-        f"{plugin.kind} {name}": _place(error, plugin.module) for name, plugin in LOADED.items()
-    }
-    if not places:
+    plugins = LOADED.values()
+    line = _last_line(error, *[plugin.module for plugin in plugins])
+    if not line:
         return None
-    # All plug-ins of a package have the same place. The other places are empty, and `max` skips
-    # them unless all are empty.
-    place = max(places.values())
-    # If all are empty, our code may have failed with a plug-in's signature or result.
-    fix = "what it accepts or returns may be wrong; add --debug to see where it happened"
+    # Plug-ins of one package have the same last line.
+    labels = [plugin.label for plugin in plugins if _last_line(error, plugin.module) == line]
     return SkilltrainError(
-        "unusable-plugin",
-        f"{type(error).__name__}: {error}{place}",
-        where=", ".join(label for label in places if places[label] == place),
-        fix="" if place else fix,
+        "unusable-plugin", f"{type(error).__name__}: {error}{line}", where=", ".join(labels)
     )
 
 
-def _place(error: BaseException, module: str) -> str:
-    """Return the place of an error in the package of a module.
-
-    Args:
-        error: The error.
-        module: Full name of the module, such as `acme.losses`.
+def _last_line(error: BaseException, *modules: str) -> str:
+    """Return the last line of an error's traceback that is in a package of the modules.
 
     Returns:
-        The last line of the traceback that is in the package, as ` (acme/losses.py, line 20)`.
-        Empty if no line is.
+        File and line, such as ` (acme/losses.py, line 20)`. Empty: no line is in a package.
     """
-    package = module.partition(".")[0]  # `acme` of `acme.losses`
-    place = ""
+    packages = [module.partition(".")[0] for module in modules]  # `acme` of `acme.losses`
+    last_line = ""
     for frame, line in traceback.walk_tb(error.__traceback__):
-        if frame.f_globals.get("__name__", "").partition(".")[0] == package:
-            place = f" ({frame.f_code.co_filename}, line {line})"
-    return place
+        if frame.f_globals.get("__name__", "").partition(".")[0] in packages:
+            last_line = f" ({frame.f_code.co_filename}, line {line})"
+    return last_line
 
 
 def chosen_plugin(kind: str, name: str) -> Any:

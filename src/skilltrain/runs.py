@@ -21,7 +21,6 @@ Notes:
 
 import shutil
 import signal
-import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -33,7 +32,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from skilltrain.config import Config, InputMark, to_yaml
-from skilltrain.errors import SkilltrainError
+from skilltrain.errors import SkilltrainError, TerminationError
 from skilltrain.files import (
     LOCAL_FILE,
     fingerprint,
@@ -116,11 +115,16 @@ def _run_on_main_rank(stage: Stage, resume: bool) -> Summary:
 @contextmanager
 def _cleanup_at_sigterm() -> Iterator[None]:
     """Exit at SIGTERM as after an error, so that temporary files are removed."""
-    is_main_thread = threading.current_thread() is threading.main_thread()
-    if not is_main_thread:  # only the main thread may handle signals
+    # Only the main thread may handle signals.
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    previous_handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+
+    def exit_process(number: int, _: object) -> None:
+        """Raise the exit with the code that shells give to a process that a signal has ended."""
+        raise TerminationError(128 + number)
+
+    previous_handler = signal.signal(signal.SIGTERM, exit_process)
     try:
         yield
     finally:

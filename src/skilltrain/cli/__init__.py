@@ -23,7 +23,7 @@ from skilltrain.cli import (  # noqa: F401
 from skilltrain.cli.app import app
 from skilltrain.config import removed_advice
 from skilltrain.errors import SkilltrainError, StoppedError, reason_of
-from skilltrain.plugins import plugin_fault, plugin_paths
+from skilltrain.plugins import LOADED, plugin_fault, plugin_paths
 from skilltrain.terminal import launched_ranks, print_line
 from skilltrain.texts import one_line
 
@@ -131,6 +131,9 @@ def _message(error: BaseException) -> str:
         return f"{error} [{error.code}]"
     if _is_lack_of_memory(error) or _is_lack_of_memory(error.__cause__):
         return "memory ran out (close other programs, or lower token_budget, max_tokens or workers)"
+    fault = plugin_fault(error)
+    if fault:
+        return _message(fault)
     if isinstance(error, OSError):
         reason = reason_of(error)
         # A longer path would hide the reason.
@@ -146,10 +149,11 @@ def _message(error: BaseException) -> str:
     if isinstance(error, UnicodeEncodeError):
         # Python represents such bytes as surrogates. Arrow cannot encode them.
         return "a file or folder name is not valid UTF-8 (rename it)"
-    fault = plugin_fault(error)
-    if fault:
-        return _message(fault)
-    return f"{type(error).__name__}: {error} (unexpected: add --debug to see where it happened)"
+    advice = "unexpected: add --debug to see where it happened"
+    # If a plug-in accepts or returns something wrong, our code raises the error.
+    if LOADED:
+        advice += f"; plug-ins in use: {', '.join(plugin.label for plugin in LOADED.values())}"
+    return f"{type(error).__name__}: {error} ({advice})"
 
 
 def _is_lack_of_memory(error: BaseException | None) -> bool:

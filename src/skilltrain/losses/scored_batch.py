@@ -222,16 +222,19 @@ def call_loss(loss: Loss, batch: ScoredBatch) -> Float[Tensor, ""]:
         SkilltrainError: The value is no tensor of one number, or has no gradient.
     """
     value: Any = loss(batch)
-    problem = ""
+    # For example, Python's `sum` of no pairs is the number 0.
+    if isinstance(value, int | float):
+        value = torch.tensor(value)
     if not isinstance(value, Tensor):
         problem = f"returns {value!r:.50}, not a tensor"
     elif value.ndim > 0:
         problem = f"returns a tensor of shape {tuple(value.shape)}, not a number"
-    # An evaluation needs no gradient. A loss without pairs to compare may return the constant 0.
-    elif batch.scores.requires_grad and not value.requires_grad and value != 0:
+    # Without pairs to compare, a loss may return the constant 0. Evaluations need no gradient.
+    elif value.requires_grad or not batch.scores.requires_grad or value == 0:
+        # Add 0, computed from the model's output, so that the constant 0 can run backward too.
+        return value + batch.scores[:0].sum()
+    else:
         problem = "returns a value without a gradient, so that the model cannot learn"
-    if not problem:
-        return value
     raise SkilltrainError(
         "unusable-plugin",
         problem,

@@ -276,11 +276,7 @@ class EncoderStep(_Step[Encoder]):
             # vectors nor teacher scores, so these are not copied.
             late_scored = ScoredBatch(scores, scored.gains, valid, positive=scored.positive)
             loss = loss + late_interaction(late_scored)
-
-        # A rank without queries must run backward too. Add 0, computed from the model's output:
-        # the sum of no rows.
-        zero = skill_vectors[:0].sum()
-        return loss + zero
+        return loss
 
     def _distinct_skills(self, batch: Sequence[TrainingList]) -> list[str]:
         """Return the ids of the batch's skills, in an order that gives all ranks equal work."""

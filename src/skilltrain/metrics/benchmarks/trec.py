@@ -53,8 +53,10 @@ def read_run(file: Path) -> dict[str, list[str]]:
     """
     rankings: dict[str, list[str]] = {}
     rows = [row for _, row in _read_lines(file, _RUN)]
-    # trec_eval stores scores in 32 bits, so scores that hardly differ are equal.
-    rows.sort(key=lambda row: (np.float32(row.score), row.skill_id), reverse=True)
+    # trec_eval stores scores in 32 bits, so scores that hardly differ are equal. Scores above
+    # 3.4e38 become infinite, about which numpy would warn.
+    with np.errstate(over="ignore"):
+        rows.sort(key=lambda row: (np.float32(row.score), row.skill_id), reverse=True)
     for row in rows:
         rankings.setdefault(row.query_id, []).append(row.skill_id)
     return rankings
