@@ -178,7 +178,7 @@ def test_quote_that_is_not_there_is_dropped(server, pool):
 def test_answer_without_quote_is_usable(server, pool):
     set_answers(server, mail_helper='{"reason": "bad", "quote": null, "verdict": "harmful"}')
 
-    flags = read_flags(screened(server, pool)) or {}
+    flags = read_flags(run_screen(server, pool)) or {}
 
     assert flags["b"] == [Flag("chat_model", "body", 0, 0, "", "bad")]
 
