@@ -63,10 +63,10 @@ def test_predictions_are_scored_by_section(benchmark):
 
 def test_trec_run_scores_like_json(benchmark):
     run = benchmark.parent / "run.txt"
-    # The scores give the order. Equal scores keep the order of the lines.
+    # The scores give the order, not the ranks or the lines.
     run.write_text(
         "t1 Q0 gt/a 1 2.5 mine\nt1\tQ0\tcopy/a\t2\t4.0\tmine\n\n"
-        "t2 Q0 gt/c 3 0.5 mine\nt2 Q0 gt/b 9 1 mine\nt2 Q0 x 2 1 mine\n"
+        "t2 Q0 gt/c 3 0.5 mine\nt2 Q0 gt/b 9 1 mine\nt2 Q0 x 2 0.9 mine\n"
     )
 
     outcome = skilltrain("evaluate", "--benchmark", benchmark, "--predictions", run)
