@@ -190,7 +190,7 @@ def import_path(path: str) -> Any:
     module, _, attribute = path.partition(":")
     try:
         return getattr(importlib.import_module(module), attribute)
-    # The signal SIGTERM may arrive during the import.
+    # SIGTERM may arrive during the import. It is no fault of the plug-in.
     except TerminationError:
         raise
     # The module of another package may raise any error, or call `sys.exit`.
@@ -214,7 +214,8 @@ def plugin_fault(error: BaseException) -> SkilltrainError | None:
     line = _last_line(error, *[plugin.module for plugin in plugins])
     if not line:
         return None
-    # Plug-ins of one package have the same last line.
+    # Name the plug-ins of the package that holds this line. There may be several, because the
+    # line does not tell apart the plug-ins of one package.
     labels = [plugin.label for plugin in plugins if _last_line(error, plugin.module) == line]
     return SkilltrainError(
         "unusable-plugin", f"{type(error).__name__}: {error}{line}", where=", ".join(labels)
@@ -222,10 +223,11 @@ def plugin_fault(error: BaseException) -> SkilltrainError | None:
 
 
 def _last_line(error: BaseException, *modules: str) -> str:
-    """Return the last line of an error's traceback that is in a package of the modules.
+    """Return the last line of an error's traceback in the packages of some modules.
 
     Returns:
-        File and line, such as ` (acme/losses.py, line 20)`. Empty: no line is in a package.
+        File and line with a leading space, so that a message can end with it:
+        ` (acme/losses.py, line 20)`. Empty if the traceback has no line in these packages.
     """
     packages = [module.partition(".")[0] for module in modules]  # `acme` of `acme.losses`
     last_line = ""

@@ -83,10 +83,10 @@ def as_program(run: Callable[[list[str]], Any], arguments: Sequence[str] | None 
             raise KeyboardInterrupt
     except (KeyboardInterrupt, SystemExit, Exception) as raised:
         error = _original_error(raised)
-        # A program may exit by itself. But if a plug-in that is no command exits with code 0, the
-        # run looks finished although it is not.
-        is_command = plugin_paths("command").keys() & words
-        if isinstance(error, SystemExit) and (error.code or is_command or not plugin_fault(error)):
+        # A program may exit by itself, and so may a command of a plug-in. But if another plug-in
+        # exits with code 0, the run looks finished although it is not. So this is a fault.
+        commands = plugin_paths("command").keys() & words
+        if isinstance(error, SystemExit) and (error.code or commands or not plugin_fault(error)):
             raise
         is_expected = isinstance(
             error, KeyboardInterrupt | SystemExit | typer.TyperException | typer.Abort
@@ -126,7 +126,8 @@ def _message(error: BaseException) -> str:
         context = getattr(error, "ctx", None)
         command = context.command_path if context else "skilltrain"
         return f"{_usage_fault(error)} (see {command} --help)"
-    # An error says that a model is damaged, but its cause may be a lack of memory.
+    # A SkilltrainError may say that a model is damaged, although its cause is a lack of memory.
+    # Then the user reads the message about memory.
     if isinstance(error, SkilltrainError) and not _is_lack_of_memory(error.__cause__):
         return f"{error} [{error.code}]"
     if _is_lack_of_memory(error) or _is_lack_of_memory(error.__cause__):
@@ -147,10 +148,11 @@ def _message(error: BaseException) -> str:
         # Path.resolve raised it.
         return f"{error} (use a folder that is not a link to itself)"
     if isinstance(error, UnicodeEncodeError):
-        # Python represents such bytes as surrogates. Arrow cannot encode them.
+        # Python represents bytes that are not UTF-8 as surrogates, and Arrow cannot encode these.
         return "a file or folder name is not valid UTF-8 (rename it)"
     advice = "unexpected: add --debug to see where it happened"
-    # If a plug-in accepts or returns something wrong, our code raises the error.
+    # A wrong value from a plug-in may make our own code fail. Then no line of the plug-in is in
+    # the traceback, so name all plug-ins.
     if LOADED:
         advice += f"; plug-ins in use: {', '.join(plugin.label for plugin in LOADED.values())}"
     return f"{type(error).__name__}: {error} ({advice})"

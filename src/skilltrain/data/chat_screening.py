@@ -82,7 +82,8 @@ class Screen(Stage):
         write_table(skills, SKILLS, out)
         write_table(outcome.dropped, DROPPED, out)
         unread_ids = {row.skill_id for row in outcome.dropped}
-        # A skill that this model has read in full loses the finding of an earlier model.
+        # A skill that this model has read in full loses the finding of an earlier model. Its id
+        # stays in `flags`, so `num_new` does not count a skill that the earlier model flagged.
         for skill_id in flags.keys() - unread_ids:
             flags[skill_id] = [flag for flag in flags[skill_id] if flag.rule != CHAT_MODEL]
         write_flags(add_findings(flags, findings), out)
@@ -146,7 +147,7 @@ class Piece:
     start: int
     number: int
     total: int
-    # A row of DROPPED has no query id, because the question is about a skill alone.
+    # Empty, because the question is about a skill alone. Each item of `ask` needs this attribute.
     query_id: str = ""
 
     @property
@@ -159,7 +160,7 @@ def pieces_of(skill: Skill, piece_chars: int) -> Iterator[Piece]:
 
     Args:
         skill: The skill.
-        piece_chars: Longest part of the body in a piece.
+        piece_chars: Largest number of characters of the body in a piece.
     """
     step = piece_chars - _OVERLAP_CHARS
     # A piece that began in the last `_OVERLAP_CHARS` characters would have nothing new.
@@ -228,11 +229,12 @@ def reading_prompt(piece_chars: int, piece: Piece) -> tuple[str, str]:
     """Return the system and the user message about a piece.
 
     Args:
-        piece_chars: Longest part of the body in a piece.
+        piece_chars: Largest number of characters of the body in a piece.
         piece: The piece.
     """
     skill = replace(piece.skill, body=piece.skill.body[piece.start :])
-    # `untrusted_skill` cuts the texts, and disarms characters that could steer the model.
+    # `untrusted_skill` cuts the body after `piece_chars` characters, which is the end of the piece.
+    # It also disarms characters that could steer the model.
     text = untrusted_skill(skill, DESCRIPTION_CHARS, piece_chars)
     return render_prompt(PROMPTS["screen"], text, part=piece.number, parts=piece.total)
 

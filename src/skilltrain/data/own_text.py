@@ -200,7 +200,7 @@ def _body_passages(skill: Skill) -> Iterator[tuple[Kind, Passage]]:
 def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     """Rate how well the request of a passage can be understood alone.
 
-    "Merge results from multiple runs" has few of the signs of a clear request.
+    For example, "Merge results from multiple runs" has few of the signs that earn points below.
 
     Returns:
         0 to 12 points, and 0 for a request about another topic than the skill:
@@ -220,7 +220,8 @@ def _clarity(passage: Passage, kind: Kind, skill: Skill) -> int:
     is_first = skill.description.startswith(passage.text)
     # A name, such as "PDF" or "config.json"
     is_named = pattern("named_thing").search(request) is not None
-    # "Start a chat when nobody answers" is a step of a skill more often than a request.
+    # Words such as "when" are signs of doubt. For example, "Start a chat when nobody answers" is
+    # probably a step of a skill, and not a request.
     is_plain = pattern("doubtful").search(request) is None
     num_name_words = min(2, len(stems & _stems(skill.name)))
     says_use = kind in ("quote", "use")

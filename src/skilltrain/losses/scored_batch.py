@@ -229,7 +229,8 @@ def call_loss(loss: Loss, batch: ScoredBatch) -> Float[Tensor, ""]:
         problem = f"returns {value!r:.50}, not a tensor"
     elif value.ndim > 0:
         problem = f"returns a tensor of shape {tuple(value.shape)}, not a number"
-    # Without pairs to compare, a loss may return the constant 0. Evaluations need no gradient.
+    # Accept a value with a gradient, and any value in an evaluation, where the scores have no
+    # gradient. Accept the constant 0 too: a loss may return it if it has no pairs to compare.
     elif value.requires_grad or not batch.scores.requires_grad or value == 0:
         # Add 0, computed from the model's output, so that the constant 0 can run backward too.
         return value + batch.scores[:0].sum()

@@ -207,7 +207,7 @@ def shared_encoding() -> Iterator[None]:
     The vectors are dropped at the end of the outermost block. So the next run encodes its queries
     again, and its time can be measured. Threads do not share vectors.
     """
-    # A block inside another block uses the vectors of the outer block.
+    # The outermost block begins with an empty dict, and the blocks inside it use the same dict.
     token = _shared_vectors.set(_shared_vectors.get({}))
     try:
         yield
@@ -216,7 +216,10 @@ def shared_encoding() -> Iterator[None]:
 
 
 def encode_once(key: Hashable, encode: Callable[[], Vectors]) -> Vectors:
-    """Return the vectors of a key. In a block of `shared_encoding`, `encode` is called only once.
+    """Return the vectors of a key.
+
+    In a block of `shared_encoding`, `encode` is called only once for each key. Outside a block, it
+    is called every time.
 
     Args:
         key: The texts, and everything else that decides their vectors.

@@ -53,6 +53,7 @@ class Filters(Config):
                 values.update(_as_tuple(getattr(skill, name) or ()))
             if allowed and values.isdisjoint(allowed):
                 listed = ", ".join(sorted(values)[:_MAX_LISTED]) or "none"
+                # The advice joins both halves of the message, such as ", did you mean 'MIT'? ".
                 advice = suggestion(allowed[0], [*values])
                 return f"no skill has {name}={allowed[0]}{advice}values of {name}: {listed}"
         return "no skill passes all of them"

@@ -55,7 +55,7 @@ def inherited_findings(skills: Collection[Skill], pools: Iterable[Path | str]) -
     finding_by_id: dict[str, Flag] = {}
     for pool in filter(is_table, pools):
         findings = read_findings(Path(pool))
-        if findings:  # the skills of most pools need not be read
+        if findings:  # most pools have none, so their skills need not be read
             finding_by_id |= move_findings(findings, read_skills(Path(pool)), skills)
     return finding_by_id
 
@@ -63,7 +63,7 @@ def inherited_findings(skills: Collection[Skill], pools: Iterable[Path | str]) -
 def move_findings(
     findings: Mapping[str, Flag], old_skills: Iterable[Skill], skills: Iterable[Skill]
 ) -> dict[str, Flag]:
-    """Return the findings about skills with the same texts as old skills.
+    """Pass findings about old skills on to skills with the same texts.
 
     A copy of a skill has the finding too, whatever its id. A skill with a changed text has none.
 
@@ -76,7 +76,7 @@ def move_findings(
         Findings by the ids that the skills have in `skills`.
     """
     if not findings:
-        return {}  # saves the digests of all skills
+        return {}  # then the digests of all skills need not be computed
     # The digest of a skill depends only on its name, description and body.
     finding_by_digest = {
         content_digest(skill): findings[skill.skill_id]
